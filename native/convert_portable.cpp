@@ -1,0 +1,119 @@
+// Portable row kernels: one element at a time. They define the bytes that the vector kernels must give.
+#include "convert.hpp"
+#include "formats.hpp"
+
+namespace regauge {
+namespace {
+
+template <class T>
+T read(const std::uint8_t* p) {
+  T value;
+  std::memcpy(&value, p, sizeof(T));
+  return value;
+}
+
+// The scales of one row: v * src, then * (1/dst) or / dst.
+struct Scales {
+  bool has_src, has_dst, divide;
+  float src = 1.0f, dst = 1.0f;
+  std::uint32_t flip = 0;  // sign bit that the scales contribute
+
+  Scales(const RowBatch& b, std::int64_t row, bool use_dst)
+      : has_src(b.src_scale != nullptr), has_dst(use_dst && b.dst_scale != nullptr), divide(b.divide) {
+    if (has_src) src = read<float>(b.src_scale + row * b.src_scale_stride);
+    if (has_dst) set_dst(read<float>(b.dst_scale + row * b.dst_scale_stride));
+    if (has_src) flip ^= bits_of(src) & kSign;
+  }
+  void set_dst(float s) {
+    has_dst = true;
+    flip ^= bits_of(s) & kSign;
+    dst = divide ? s : 1.0f / s;
+  }
+  float apply(float v) const {
+    if (has_src) v = v * src;
+    if (has_dst) v = divide ? v / dst : v * dst;
+    return v;
+  }
+};
+
+template <class Src, class Dst>
+void convert_row(const std::uint8_t* s, std::uint8_t* d, std::int64_t n, const Scales& scales) {
+  for (std::int64_t i = 0; i < n; ++i) {
+    const float x = Src::decode(read<typename Src::Bits>(s + i * Src::kSize));
+    const std::uint32_t sign = (bits_of(x) & kSign) ^ scales.flip;
+    const typename Dst::Bits code = Dst::encode(scales.apply(x), sign);
+    std::memcpy(d + i * Dst::kSize, &code, Dst::kSize);
+  }
+}
+
+template <class Src>
+std::uint32_t max_row(const std::uint8_t* s, std::int64_t n, const Scales& scales) {
+  std::uint32_t most = 0;
+  for (std::int64_t i = 0; i < n; ++i) {
+    const float v = scales.apply(Src::decode(read<typename Src::Bits>(s + i * Src::kSize)));
+    const std::uint32_t a = bits_of(v) & kMagnitude;
+    if (a > most) most = a;
+  }
+  return most;
+}
+
+template <class Src, class Dst>
+void convert_rows(const RowBatch& whole) {
+  for (std::int64_t o = 0; o < whole.outer; ++o) {
+    const RowBatch b = inner_batch(whole, o);
+    for (std::int64_t r = 0; r < b.rows; ++r)
+      convert_row<Src, Dst>(b.src + r * b.src_stride, b.dst + r * b.dst_stride, b.n, Scales(b, r, true));
+  }
+}
+
+template <class Src, class Dst>
+void dynamic_row(const RowBatch& b, std::int64_t r) {
+  Scales scales(b, r, false);
+  const float s = dynamic_scale(max_row<Src>(b.src + r * b.src_stride, b.n, scales), float_of(Dst::kMax));
+  std::memcpy(b.dst_scale + r * b.dst_scale_stride, &s, 4);
+  scales.set_dst(s);
+  convert_row<Src, Dst>(b.src + r * b.src_stride, b.dst + r * b.dst_stride, b.n, scales);
+}
+
+template <class Src, class Dst>
+void dynamic_rows(const RowBatch& b) {
+  for (std::int64_t o = 0; o < b.outer; ++o)
+    for (std::int64_t r = 0; r < b.rows; ++r) dynamic_row<Src, Dst>(inner_batch(b, o), r);
+}
+
+template <class Src>
+std::uint32_t max_rows(const RowBatch& b) {
+  std::uint32_t most = 0;
+  for (std::int64_t r = 0; r < b.rows; ++r) {
+    const std::uint32_t m = max_row<Src>(b.src + r * b.src_stride, b.n, Scales(b, r, false));
+    if (m > most) most = m;
+  }
+  return most;
+}
+
+template <class Src>
+Kernels kernels_from(Dtype dst) {
+  switch (dst) {
+    case Dtype::kFloat32: return {convert_rows<Src, Float32>, nullptr, max_rows<Src>};
+    case Dtype::kBFloat16: return {convert_rows<Src, BFloat16>, nullptr, max_rows<Src>};
+    case Dtype::kFloat16: return {convert_rows<Src, Float16>, nullptr, max_rows<Src>};
+    case Dtype::kE4M3: return {convert_rows<Src, E4M3>, dynamic_rows<Src, E4M3>, max_rows<Src>};
+    case Dtype::kE5M2: return {convert_rows<Src, E5M2>, dynamic_rows<Src, E5M2>, max_rows<Src>};
+  }
+  return {};
+}
+
+}  // namespace
+
+Kernels portable_kernels(Dtype src, Dtype dst) {
+  switch (src) {
+    case Dtype::kFloat32: return kernels_from<Float32>(dst);
+    case Dtype::kBFloat16: return kernels_from<BFloat16>(dst);
+    case Dtype::kFloat16: return kernels_from<Float16>(dst);
+    case Dtype::kE4M3: return kernels_from<E4M3>(dst);
+    case Dtype::kE5M2: return kernels_from<E5M2>(dst);
+  }
+  return {};
+}
+
+}  // namespace regauge

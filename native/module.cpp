@@ -1,0 +1,120 @@
+// The Python face: checks every argument, then works without the GIL. Addresses are trusted: the planner keeps bounds.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "convert.hpp"
+#include "memcpy.hpp"
+
+namespace nb = nanobind;
+using namespace regauge;
+
+namespace {
+
+using Int = std::int64_t;
+using Addresses = nb::ndarray<const Int, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Ints = std::vector<Int>;
+
+[[noreturn]] void refuse(const std::string& what) { throw nb::value_error(what.c_str()); }
+
+void set_operand(Boxes& b, Operand o, const Addresses& base, const Ints& stride, const char* name) {
+  if (static_cast<Int>(base.shape(0)) != b.tiles)
+    refuse(std::string(name) + " has " + std::to_string(base.shape(0)) + " addresses, src has " + std::to_string(b.tiles));
+  if (static_cast<int>(stride.size()) != b.axes)
+    refuse(std::string(name) + " has " + std::to_string(stride.size()) + " strides for " + std::to_string(b.axes) + " axes");
+  b.base[o] = base.data();
+  for (int j = 0; j < b.axes; ++j) b.stride[o][j] = stride[j];
+}
+
+Boxes boxes_of(const Addresses& src, const Addresses& dst, const Ints& shape, const Ints& src_stride, const Ints& dst_stride,
+               Int run) {
+  if (shape.size() > kMaxAxes) refuse("shape has " + std::to_string(shape.size()) + " axes; at most 8 are supported");
+  if (run < 0) refuse("run is negative: " + std::to_string(run));
+  Boxes b;
+  b.tiles = static_cast<Int>(src.shape(0));
+  b.axes = static_cast<int>(shape.size());
+  b.run = run;
+  for (int j = 0; j < b.axes; ++j) {
+    if (shape[j] < 0) refuse("shape[" + std::to_string(j) + "] is negative: " + std::to_string(shape[j]));
+    b.shape[j] = shape[j];
+  }
+  set_operand(b, kSrc, src, src_stride, "src");
+  set_operand(b, kDst, dst, dst_stride, "dst");
+  return b;
+}
+
+How how_of(Int threads, Int total, const std::string& isa) {
+  if (threads < 1) refuse("threads must be at least 1, not " + std::to_string(threads));
+  if (isa != "auto" && isa != "avx2" && isa != "portable") refuse("isa must be auto, avx2 or portable, not " + isa);
+  if (isa == "avx2" && !has_avx2()) refuse("isa avx2: this CPU lacks AVX2, FMA or F16C; use auto");
+  return {threads, total, isa != "portable" && has_avx2()};
+}
+
+Dtype dtype_of(const std::string& name) {
+  if (name == "float32") return Dtype::kFloat32;
+  if (name == "bfloat16") return Dtype::kBFloat16;
+  if (name == "float16") return Dtype::kFloat16;
+  if (name == "float8_e4m3fn") return Dtype::kE4M3;
+  if (name == "float8_e5m2") return Dtype::kE5M2;
+  refuse("unknown dtype " + name + "; known: float32, bfloat16, float16, float8_e4m3fn, float8_e5m2");
+}
+
+void copy_tiles(const Addresses& src, const Addresses& dst, const Ints& shape, const Ints& src_stride, const Ints& dst_stride,
+                Int run, Int threads, Int total, const std::string& isa) {
+  const Boxes b = boxes_of(src, dst, shape, src_stride, dst_stride, run);
+  const How how = how_of(threads, total, isa);
+  nb::gil_scoped_release release;
+  copy_boxes(b, how);
+}
+
+void check_dynamic(const Boxes& b, const Conversion& c) {
+  if (c.row_axes < 0 || c.row_axes > b.axes) refuse("row_axes is " + std::to_string(c.row_axes) + ", out of range");
+  for (int j = b.axes - c.row_axes; j < b.axes; ++j)
+    if (b.stride[kSrcScale][j] != 0 || b.stride[kDstScale][j] != 0) refuse("a scale stride of a row axis is not 0");
+  if (!c.dynamic) return;
+  if (size_of(c.dst) != 1) refuse("dynamic scales need an fp8 target");
+  if (!b.base[kDstScale]) refuse("dynamic scales need dst_scale, where they are stored");
+}
+
+void convert_tiles(const Addresses& src, const Addresses& dst, const Ints& shape, const Ints& src_stride,
+                   const Ints& dst_stride, Int run, const std::string& src_dtype, const std::string& dst_dtype, Int src_step,
+                   Int dst_step, const std::string& rule, int row_axes, const std::optional<Addresses>& src_scale,
+                   const Ints& src_scale_stride, const std::optional<Addresses>& dst_scale, const Ints& dst_scale_stride,
+                   bool dynamic, Int threads, Int total, const std::string& isa) {
+  Boxes b = boxes_of(src, dst, shape, src_stride, dst_stride, run);
+  if (rule != "reciprocal" && rule != "divide") refuse("rule must be reciprocal or divide, not " + rule);
+  const Conversion c{dtype_of(src_dtype), dtype_of(dst_dtype), src_step, dst_step, rule == "divide", dynamic, row_axes};
+  if (src_scale) set_operand(b, kSrcScale, *src_scale, src_scale_stride, "src_scale");
+  if (dst_scale) set_operand(b, kDstScale, *dst_scale, dst_scale_stride, "dst_scale");
+  check_dynamic(b, c);
+  const How how = how_of(threads, total, isa);
+  nb::gil_scoped_release release;
+  convert_boxes(b, c, how);
+}
+
+void memcpy_bytes(Int dst, Int src, Int nbytes, Int threads, bool streaming) {
+  if (nbytes < 0 || threads < 1) refuse("memcpy needs nbytes >= 0 and threads >= 1");
+  nb::gil_scoped_release release;
+  copy_bytes(reinterpret_cast<std::uint8_t*>(dst), reinterpret_cast<const std::uint8_t*>(src), nbytes, threads, streaming);
+}
+
+}  // namespace
+
+NB_MODULE(_native, m) {
+  m.doc() = "Native kernels of regauge: copies and conversions of strided boxes of bytes.";
+  m.def("copy_tiles", &copy_tiles, nb::arg("src"), nb::arg("dst"), nb::arg("shape"), nb::arg("src_stride"),
+        nb::arg("dst_stride"), nb::arg("run"), nb::arg("threads"), nb::arg("total"), nb::arg("isa"));
+  m.def("convert_tiles", &convert_tiles, nb::arg("src"), nb::arg("dst"), nb::arg("shape"), nb::arg("src_stride"),
+        nb::arg("dst_stride"), nb::arg("run"), nb::arg("src_dtype"), nb::arg("dst_dtype"), nb::arg("src_step"),
+        nb::arg("dst_step"), nb::arg("rule"), nb::arg("row_axes"), nb::arg("src_scale").none(), nb::arg("src_scale_stride"),
+        nb::arg("dst_scale").none(), nb::arg("dst_scale_stride"), nb::arg("dynamic"), nb::arg("threads"), nb::arg("total"),
+        nb::arg("isa"));
+  m.def("memcpy", &memcpy_bytes, nb::arg("dst"), nb::arg("src"), nb::arg("nbytes"), nb::arg("threads"), nb::arg("streaming"));
+  m.def("isa", [] { return has_avx2() ? "avx2" : "portable"; });
+}

@@ -1,0 +1,7 @@
+"""`python -m regauge`."""
+
+import sys
+
+from regauge.cli import main
+
+sys.exit(main())

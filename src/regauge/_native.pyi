@@ -1,0 +1,52 @@
+"""The compiled kernels (native/*.cpp). Use them through regauge.move.kernels."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+def copy_tiles(
+    src: npt.NDArray[np.int64],
+    dst: npt.NDArray[np.int64],
+    shape: Sequence[int],
+    src_stride: Sequence[int],
+    dst_stride: Sequence[int],
+    run: int,
+    threads: int,
+    total: int,
+    isa: str,
+) -> None:
+    """Copy `run` bytes at every index of every tile; `total`: output bytes of the whole go, which decides on streaming.
+
+    Raises ValueError, before anything is written, for more than 8 axes, negative sizes or lengths that differ.
+    """
+
+def convert_tiles(
+    src: npt.NDArray[np.int64],
+    dst: npt.NDArray[np.int64],
+    shape: Sequence[int],
+    src_stride: Sequence[int],
+    dst_stride: Sequence[int],
+    run: int,
+    src_dtype: str,
+    dst_dtype: str,
+    src_step: int,
+    dst_step: int,
+    rule: str,
+    row_axes: int,
+    src_scale: npt.NDArray[np.int64] | None,
+    src_scale_stride: Sequence[int],
+    dst_scale: npt.NDArray[np.int64] | None,
+    dst_scale_stride: Sequence[int],
+    dynamic: bool,
+    threads: int,
+    total: int,
+    isa: str,
+) -> None:
+    """Convert a row of `run` elements at every index of every tile. Raises ValueError as copy_tiles does."""
+
+def memcpy(dst: int, src: int, nbytes: int, threads: int, streaming: bool) -> None:
+    """Copy bytes between addresses with the C library's memcpy, or with our own streaming stores."""
+
+def isa() -> str:
+    """Return the instruction set that "auto" picks on this CPU: "avx2" or "portable"."""

@@ -1,0 +1,343 @@
+"""The command line: one verb per job. Exit codes: 0 fine, 1 found a problem, 2 misuse.
+
+Built on argparse and not on a larger library, because `regauge --help` must answer at once: heavy packages are imported by the
+verb that needs them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import os
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from regauge import __version__
+from regauge.errors import ConfigError, LayoutError, Refused, RegaugeError
+
+if TYPE_CHECKING:
+    from regauge.config import ServeConfig
+    from regauge.layout.spec import Layout, Model
+
+_LAYOUT_HELP = "a layout file (.toml, .json), or a short form such as fp8_e4m3,page=64,hnd"
+_MODEL_HELP = (
+    "model of short forms: a Hugging Face folder, a config.json, or a shipped name (see `regauge layout --list`)"
+)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Suggests the nearest word for one that does not exist."""
+
+    def error(self, message: str) -> NoReturn:
+        found = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
+        if found:
+            near = difflib.get_close_matches(found[1], re.findall(r"[\w-]+", found[2]), n=1)
+            message = f"no such command: {found[1]!r}" + (f"; did you mean {near[0]!r}?" if near else "")
+        super().error(message)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="regauge", formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="KV caches cross between unlike accelerators: checked, planned, carried.",
+        epilog="serving:   serve\nlayouts:   check, explain, layout\nmeasuring: bench\nhelp:      version, collect-env\n\n"
+        "exit codes: 0 fine, 1 found a problem, 2 misuse")  # fmt: skip
+    verbs = parser.add_subparsers(dest="verb", metavar="COMMAND", required=True, parser_class=_Parser)
+
+    def verb(name: str, text: str) -> argparse.ArgumentParser:
+        new = verbs.add_parser(name, help=text, description=text)
+        new.add_argument("--json", action="store_true", help="print JSON")
+        return new
+
+    _serve_arguments(verb("serve", "serve a model across a prefill and a decode process"))
+    for name, text in (
+        ("check", "say which path a pair of layouts takes, or why none"),
+        ("explain", "say what the transfer of a pair does"),
+    ):
+        new = verb(name, text)
+        new.add_argument("prefill", metavar="PREFILL", help=_LAYOUT_HELP)
+        new.add_argument("decode", metavar="DECODE", help="the same, of the decode side")
+        new.add_argument("--model", default="smollm2-135m-instruct", help=_MODEL_HELP + "; default %(default)s")
+        if name == "explain":
+            new.add_argument("--tokens", type=int, default=4096, help="tokens of the request, default %(default)s")
+            new.add_argument("--link", metavar="RATE", help="rate of the link, such as 400G (bits per second)")
+    layout = verb("layout", "print a layout as TOML, with its bytes per token and page")
+    layout.add_argument("form", metavar="LAYOUT", nargs="?", help=_LAYOUT_HELP)
+    layout.add_argument("--model", default="smollm2-135m-instruct", help=_MODEL_HELP + "; default %(default)s")
+    layout.add_argument("--tp-rank", type=int, default=0, help="tensor-parallel rank, default 0")
+    layout.add_argument("--tp", type=int, default=1, help="tensor-parallel size, default 1")
+    layout.add_argument("--pages", type=int, default=0, help="pages in the pool; 0 (default): symbolic")
+    layout.add_argument("--list", action="store_true", help="list the shipped models")
+    _bench_arguments(verb("bench", "measure what a conversion does to a model's answers"))
+    verb("version", "print the version")
+    verb("collect-env", "print what a bug report needs")
+    return parser
+
+
+def _serve_arguments(serve: argparse.ArgumentParser) -> None:
+    serve.add_argument("--config", metavar="FILE", help="TOML file; the other options override it")
+    serve.add_argument("--model", help="the bundled model's name, a Hugging Face folder, or a hub name")
+    serve.add_argument("--host", help="address of the HTTP endpoint")
+    serve.add_argument("--port", type=int, help="port of the HTTP endpoint")
+    serve.add_argument("--prefill-layout", help=_LAYOUT_HELP)
+    serve.add_argument("--decode-layout", help=_LAYOUT_HELP)
+    serve.add_argument("--transport", choices=("shm", "tcp"), help="how KV crosses")
+    serve.add_argument(
+        "--set",
+        metavar="KEY=VALUE",
+        action="append",
+        default=[],
+        help="any field of the file, as in decode.max_batch=8",
+    )
+    serve.add_argument("--log-json", action="store_true", help="one JSON object per log line")
+
+
+def _bench_arguments(bench: argparse.ArgumentParser) -> None:
+    bench.add_argument(
+        "what", choices=("accuracy",), help="accuracy: next-token agreement and perplexity against no transfer"
+    )
+    bench.add_argument(
+        "--model", default="smollm2-135m-instruct", help="the bundled model's name, a folder, or a hub name"
+    )
+    bench.add_argument(
+        "--prefill-layout", action="append", metavar="LAYOUT", help=_LAYOUT_HELP + "; may be given several times"
+    )
+    bench.add_argument("--decode-layout", action="append", metavar="LAYOUT", help="as many times as --prefill-layout")
+    bench.add_argument(
+        "--text", metavar="FILE", help="plain text to measure on, documents apart by blank lines; default: shipped"
+    )
+    bench.add_argument(
+        "--prompt-tokens", type=int, default=256, help="tokens of each document that cross, default %(default)s"
+    )
+    bench.add_argument(
+        "--answer-tokens", type=int, default=64, help="teacher-forced tokens after them, default %(default)s"
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; return the exit code."""
+    options = _parser().parse_args(arguments)
+    verbs = {"serve": _serve, "check": _check, "explain": _explain, "layout": _layout, "bench": _bench,
+             "version": _version, "collect-env": _collect_env}  # fmt: skip
+    try:
+        return verbs[options.verb](options)
+    except Refused as error:
+        return _problem(options, "refused", list(error.reasons), 1)
+    except (LayoutError, ConfigError) as error:
+        return _problem(options, "error", [str(error)], 2)
+    except RegaugeError as error:
+        return _problem(options, "error", [str(error)], 1)
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader has had enough: `| head`
+        return 0
+
+
+def _problem(options: argparse.Namespace, kind: str, lines: list[str], code: int) -> int:
+    if options.json:
+        print(json.dumps({kind: lines}, indent=2))
+    else:
+        for line in lines:
+            print(f"regauge: {kind}: {line}", file=sys.stderr)
+    return code
+
+
+def _print_json(value: Any) -> int:
+    print(json.dumps(value, indent=2))
+    return 0
+
+
+# -- layouts -----------------------------------------------------------------------------------------------------------
+
+
+def _pair(options: argparse.Namespace) -> tuple[Layout, Layout]:
+    from regauge.layout.presets import load_layout
+
+    a, b = (load_layout(text, _model_of(text, options.model)) for text in (options.prefill, options.decode))
+    return a, b
+
+
+def _model_of(text: str, name: str) -> Model | None:
+    """A layout file says its model itself."""
+    from regauge.layout.presets import load_model
+
+    return None if text.endswith((".toml", ".json")) else load_model(name)
+
+
+def _check(options: argparse.Namespace) -> int:
+    from regauge.plan import check
+
+    verdict = check(*_pair(options))
+    if options.json:
+        _print_json(asdict(verdict))
+    else:
+        print(verdict.path)
+        for reason in verdict.reasons:
+            print(f"  {reason}")
+        for refusal in verdict.refusals:
+            print(f"  {refusal}")
+        for note in verdict.notes:
+            print(f"  note: {note}")
+    return 1 if verdict.path == "REFUSED" else 0
+
+
+def _explain(options: argparse.Namespace) -> int:
+    from regauge.plan.explain import explain
+
+    if not 1 <= options.tokens <= 1 << 24:
+        raise ConfigError(f"--tokens {options.tokens}: give a number from 1 to {1 << 24}")
+    found = explain(*_pair(options), tokens=options.tokens, link_gbps=_gigabits(options.link))
+    if options.json:
+        return _print_json(asdict(found))
+    print(found.text())
+    return 0
+
+
+def _gigabits(text: str | None) -> float | None:
+    if text is None:
+        return None
+    match = re.fullmatch(r"([0-9.]+)\s*([MGT]?)", text.strip(), re.IGNORECASE)
+    try:
+        rate = float(match[1]) * {"M": 1e-3, "": 1e-9, "G": 1.0, "T": 1e3}[match[2].upper()] if match else 0.0
+    except ValueError:
+        rate = 0.0
+    if rate <= 0:
+        raise ConfigError(f"--link {text!r}: give bits per second, such as 25G or 400G")
+    return rate
+
+
+def _layout(options: argparse.Namespace) -> int:
+    from regauge.layout import spec
+    from regauge.layout.presets import from_short, load_layout, load_model, shipped_models
+    from regauge.layout.view import bytes_per_token
+
+    if options.list or options.form is None:
+        if not options.list:
+            raise ConfigError("name a layout, or use --list for the shipped models")
+        return _print_json(shipped_models()) if options.json else print("\n".join(shipped_models())) or 0
+    if options.form.endswith((".toml", ".json")):
+        layout = load_layout(options.form, None)
+    else:
+        shard = spec.Shard(options.tp_rank, options.tp)
+        layout = from_short(options.form, load_model(options.model), shard=shard, pages=options.pages)
+    per_token = bytes_per_token(layout)
+    if options.json:
+        plain = json.loads(spec.encode(layout, format="json"))
+        return _print_json({"layout": plain, "bytes_per_token": per_token, "digest": layout.digest()})
+    sys.stdout.write(spec.encode(layout, format="toml").decode())
+    pages = ", ".join(f"{per_token * g.page_size:.0f} bytes per page of {g.page_size}" for g in layout.groups)
+    print(f"\n# {per_token:.0f} bytes per token, {pages}\n# digest {layout.digest()}")
+    return 0
+
+
+# -- running -----------------------------------------------------------------------------------------------------------
+
+
+def serve_config(options: argparse.Namespace) -> ServeConfig:
+    """Merge file, options and `--set`. Raises ConfigError that names the field."""
+    from pathlib import Path
+
+    import msgspec
+
+    from regauge.config import ServeConfig, load
+
+    plain: dict[str, Any] = msgspec.to_builtins(load(Path(options.config)) if options.config else ServeConfig())
+    for name in ("model", "host", "port", "prefill_layout", "decode_layout"):
+        if getattr(options, name) is not None:
+            plain[name] = getattr(options, name)
+    if options.transport is not None:
+        plain["transfer"]["transport"] = options.transport
+    for item in options.set:
+        key, equals, value = item.partition("=")
+        *parents, last = key.split(".")
+        target = plain
+        for step in parents:
+            target = target.get(step, {})
+            if not isinstance(target, dict):
+                break
+        if not equals or not isinstance(target, dict) or last not in target or isinstance(target[last], dict):
+            raise ConfigError(f"--set {item}: give a field of the configuration, as in decode.max_batch=8")
+        target[last] = value
+    try:
+        return msgspec.convert(plain, ServeConfig, strict=False)
+    except msgspec.ValidationError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _serve(options: argparse.Namespace) -> int:
+    import asyncio
+
+    config = serve_config(options)
+    _need_engine()
+    from regauge.serve.supervisor import Supervisor, describe, plan_deployment
+
+    def say(text: str) -> None:
+        print(text, flush=True)
+
+    deployment = plan_deployment(config, say)
+    say(describe(deployment))
+
+    async def run() -> int:
+        return await Supervisor(deployment, say, log_json=options.log_json).run()
+
+    return asyncio.run(run())
+
+
+def _bench(options: argparse.Namespace) -> int:
+    _need_engine()
+    from regauge.engines.local import accuracy
+
+    pairs = accuracy.pairs(options.prefill_layout, options.decode_layout)
+    rows = accuracy.measure(options.model, pairs, options.text, options.prompt_tokens, options.answer_tokens,
+                            lambda line: print(line, file=sys.stderr, flush=True))  # fmt: skip
+    if options.json:
+        return _print_json([asdict(row) for row in rows])
+    print(accuracy.table(rows))
+    return 0
+
+
+def _need_engine() -> None:
+    from importlib.util import find_spec
+
+    missing = [name for name in ("torch", "transformers") if find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"the embedded engine needs {' and '.join(missing)}: pip install 'regauge[local]'")
+
+
+# -- help --------------------------------------------------------------------------------------------------------------
+
+
+def _version(options: argparse.Namespace) -> int:
+    return _print_json({"version": __version__}) if options.json else print(f"regauge {__version__}") or 0
+
+
+def _collect_env(options: argparse.Namespace) -> int:
+    import platform
+    from importlib import metadata
+
+    from regauge.move import kernels
+
+    packages = ("numpy", "ml_dtypes", "msgspec", "starlette", "uvicorn", "aiohttp", "torch", "transformers")
+    found: dict[str, Any] = {
+        "regauge": __version__, "python": platform.python_version(), "platform": platform.platform(),
+        "cpus": os.cpu_count(), "kernels": kernels.isa(), "packages": {}}  # fmt: skip
+    for name in packages:
+        try:
+            found["packages"][name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found["packages"][name] = None
+    if options.json:
+        return _print_json(found)
+    for key, value in found.items():
+        text = ", ".join(f"{k} {v or 'missing'}" for k, v in value.items()) if isinstance(value, dict) else value
+        print(f"{key + ':':10} {text}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

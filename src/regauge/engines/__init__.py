@@ -1,0 +1,1 @@
+"""Adapters that hand an engine's KV pool and page tables to `move`."""

@@ -1,0 +1,1 @@
+"""The embedded engine: transformers on a paged KV pool of any layout."""

@@ -1,0 +1,54 @@
+"""Element types of a KV cache, named as torch writes them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class DType:
+    """One element type.
+
+    `max` is the largest finite value. `saturates` says what a conversion to it does with larger values and with
+    infinities: become `max` (True), or follow IEEE rounding (False).
+    """
+
+    name: str
+    itemsize: int
+    max: float
+    saturates: bool
+
+
+DTYPES: dict[str, DType] = {
+    d.name: d
+    for d in (
+        DType("float32", 4, 3.4028234663852886e38, False),
+        DType("bfloat16", 2, 3.3895313892515355e38, False),
+        DType("float16", 2, 65504.0, True),
+        DType("float8_e4m3fn", 1, 448.0, True),
+        DType("float8_e4m3fnuz", 1, 240.0, True),
+        DType("float8_e5m2", 1, 57344.0, True),
+        DType("int8", 1, 127.0, True),
+    )
+}
+"""Largest values and rounding: OCP 8-bit floating point specification (e4m3, e5m2); IEEE 754 for the others."""
+
+ALIASES: dict[str, str] = {
+    "fp32": "float32",
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "half": "float16",
+    "fp8": "float8_e4m3fn",
+    "fp8_e4m3": "float8_e4m3fn",
+    "fp8_e5m2": "float8_e5m2",
+}
+"""Names that engines' `--kv-cache-dtype` flags use."""
+
+CONVERTIBLE = frozenset({"float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"})
+"""The types between which kernels convert; the others can be carried as they are."""
+
+
+def canonical(name: str) -> str | None:
+    """Return the torch name of a dtype given by that name or an alias; None if it is neither."""
+    name = name.removeprefix("torch.")
+    return name if name in DTYPES else ALIASES.get(name)

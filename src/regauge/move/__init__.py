@@ -1,0 +1,1 @@
+"""Runs a plan: kernels, transports and the transfer protocol."""

@@ -1,0 +1,126 @@
+"""Run tiles: gather, scatter, transpose and convert strided boxes in memory, natively or with the numpy reference.
+
+What a conversion computes, bit for bit, is defined in `regauge.move.reference`. Addresses are trusted: that they stay
+inside their regions is the planner's duty. Boxes of one call must not overlap in the target, nor target and source.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+from regauge import _native
+from regauge.move import reference
+from regauge.plan.tiles import Convert, Int64, Tiles
+
+Backend = Literal["native", "numpy"]
+Isa = Literal["auto", "avx2", "portable"]
+
+MAX_AXES = 8
+
+
+def isa() -> str:
+    """Return the instruction set that `isa="auto"` picks on this CPU: "avx2" or "portable"."""
+    return _native.isa()
+
+
+def run(tiles: Sequence[Tiles], *, threads: int = 1, backend: Backend = "native", isa: Isa = "auto") -> None:
+    """Copy or convert every tile, with the GIL released.
+
+    `threads` share the work of one `Tiles` when its output exceeds 512 KiB. Output of more than 1 MiB in one
+    call bypasses the cache. Every backend and every `isa` writes the same bytes.
+
+    Raises ValueError for malformed tiles, before anything is written.
+    """
+    for i, t in enumerate(tiles):
+        _check(t, f"tiles[{i}]")
+    if threads < 1:
+        raise ValueError(f"threads must be at least 1, not {threads}")
+    if isa not in ("auto", "avx2", "portable"):
+        raise ValueError(f"isa must be auto, avx2 or portable, not {isa!r}")
+    if backend == "numpy":
+        for t in tiles:
+            reference.run(t)
+        return
+    if backend != "native":
+        raise ValueError(f"backend must be native or numpy, not {backend!r}")
+    total = sum(_output_bytes(t) for t in tiles)
+    for t in tiles:
+        if t.convert is None:
+            _native.copy_tiles(t.src, t.dst, t.shape, t.src_stride, t.dst_stride, t.run, threads, total, isa)
+        else:
+            _convert(t, t.convert, threads, total, isa)
+
+
+def _convert(t: Tiles, c: Convert, threads: int, total: int, isa: Isa) -> None:
+    _native.convert_tiles(
+        t.src,
+        t.dst,
+        t.shape,
+        t.src_stride,
+        t.dst_stride,
+        t.run,
+        c.src_dtype,
+        c.dst_dtype,
+        c.src_step,
+        c.dst_step,
+        c.rule,
+        c.row_axes,
+        c.src_scale,
+        c.src_scale_stride,
+        c.dst_scale,
+        c.dst_scale_stride,
+        c.dynamic,
+        threads,
+        total,
+        isa,
+    )
+
+
+def _output_bytes(t: Tiles) -> int:
+    size = 1 if t.convert is None else reference.ITEMSIZE[t.convert.dst_dtype]
+    return len(t.src) * math.prod(t.shape) * t.run * size
+
+
+def _check(t: Tiles, where: str) -> None:
+    if len(t.shape) > MAX_AXES:
+        raise ValueError(f"{where}.shape has {len(t.shape)} axes; at most {MAX_AXES} are supported")
+    if t.run < 0 or any(n < 0 for n in t.shape):
+        raise ValueError(f"{where}: shape {t.shape} and run {t.run} must not be negative")
+    axes, count = len(t.shape), len(t.src)
+    _check_operand(t.src, t.src_stride, count, axes, f"{where}.src")
+    _check_operand(t.dst, t.dst_stride, count, axes, f"{where}.dst")
+    c = t.convert
+    if c is None:
+        return
+    where = f"{where}.convert"
+    for dtype in (c.src_dtype, c.dst_dtype):
+        if dtype not in reference.ITEMSIZE:
+            raise ValueError(f"{where}: unknown dtype {dtype!r}; known: {', '.join(reference.ITEMSIZE)}")
+    if c.rule not in ("reciprocal", "divide"):
+        raise ValueError(f"{where}.rule must be reciprocal or divide, not {c.rule!r}")
+    if not 0 <= c.row_axes <= axes:
+        raise ValueError(f"{where}.row_axes is {c.row_axes}; the shape has {axes} axes")
+    for name, base, stride in (
+        ("src_scale", c.src_scale, c.src_scale_stride),
+        ("dst_scale", c.dst_scale, c.dst_scale_stride),
+    ):
+        if base is None:
+            continue
+        _check_operand(base, stride, count, axes, f"{where}.{name}")
+        if any(stride[axes - c.row_axes :]):
+            raise ValueError(f"{where}.{name}_stride must be 0 along the last {c.row_axes} axes: they are one row")
+    if c.dynamic and (c.dst_scale is None or reference.ITEMSIZE[c.dst_dtype] != 1):
+        raise ValueError(f"{where}: dynamic scales need an fp8 target and dst_scale, where they are stored")
+
+
+def _check_operand(base: Int64, stride: tuple[int, ...], count: int, axes: int, where: str) -> None:
+    if base.dtype != "int64" or base.ndim != 1 or not base.flags.c_contiguous:
+        raise ValueError(
+            f"{where} must be a contiguous one-dimensional int64 array, not {base.dtype}{list(base.shape)}"
+        )
+    if len(base) != count:
+        raise ValueError(f"{where} has {len(base)} addresses; src has {count}")
+    if len(stride) != axes:
+        raise ValueError(f"{where}_stride has {len(stride)} strides; shape has {axes} axes")

@@ -1,0 +1,270 @@
+"""The accepting half that the shm and tcp transports share: authenticated sessions, bounded in number and in time.
+
+Every connection proves the key, then says in one message what it wants: to write (`data`), or to learn that an
+earlier session is over (`fence`). Strangers hold one thread and a few bytes each until a deadline cuts them.
+"""
+
+from __future__ import annotations
+
+import abc
+import logging
+import socket
+import struct
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Literal, TypeVar
+
+import msgspec
+
+from regauge.errors import ProtocolError, TransportError
+from regauge.move.auth import authenticate_socket, recv_exactly, send_all
+from regauge.move.transport import Inbound
+
+HELLO_DEADLINE_S = 5.0
+MAX_SESSIONS = 256
+MAX_STRANGERS = 64
+MAX_FENCE_S = 60.0
+MAX_NAME = 256
+MAX_MESSAGE = 1 << 20
+VERSION = 1
+_REMEMBERED = 4096
+_LENGTH = struct.Struct("<I")
+_log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class Hello(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a connection says after authentication."""
+
+    version: int
+    want: Literal["data", "fence"]
+    session: str
+    transport: str
+    """The transport that the connector means to talk to; a restarted process is another one."""
+    peer: str
+    deadline_s: float = 0.0
+
+
+class Welcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The answer. For `fence`, `ok` means that the session is over for good."""
+
+    ok: bool
+    reason: str = ""
+
+
+def send_message(sock: socket.socket, message: msgspec.Struct, deadline: float) -> None:
+    """Send one length-prefixed msgpack message. Raises PeerLost or DeadlineExceeded."""
+    data = msgspec.msgpack.encode(message)
+    send_all(sock, _LENGTH.pack(len(data)) + data, deadline)
+
+
+def recv_message(sock: socket.socket, kind: type[T], deadline: float, limit: int = 4096) -> T:
+    """Receive one message of at most `limit` bytes. Raises ProtocolError, PeerLost or DeadlineExceeded."""
+    (length,) = _LENGTH.unpack(recv_exactly(sock, _LENGTH.size, deadline))
+    if length > limit:
+        raise ProtocolError(f"a message of {length} bytes; at most {limit} are taken")
+    try:
+        return msgspec.msgpack.decode(recv_exactly(sock, length, deadline), type=kind)
+    except msgspec.DecodeError as error:
+        raise ProtocolError(f"a malformed message: {error}") from error
+
+
+class Session(abc.ABC):
+    """One live incoming connection."""
+
+    def __init__(self, sock: socket.socket, hello: Hello) -> None:
+        self.sock = sock
+        self.session = hello.session
+        self.peer = hello.peer
+        self.nbytes = 0
+        self.ended = threading.Event()
+        """Set when `run` has returned and the socket is closed."""
+        self.proven = True
+        """Whether nothing can land any more once it has ended."""
+        self.hung_up = False
+
+    @abc.abstractmethod
+    def run(self) -> None:
+        """Serve until the connection ends. May raise OSError, ProtocolError or TransportError."""
+
+    @abc.abstractmethod
+    def fence(self, deadline: float) -> bool:
+        """End it; True only when nothing can land any more."""
+
+    def hang_up(self) -> None:
+        """Wake whoever waits on the socket and let it end; callable from any thread."""
+        self.hung_up = True
+        shut(self.sock)
+
+
+class Listener:
+    """Accepts connections in a thread of its own, and serves each session in another.
+
+    `admit(sock, hello)` makes the session; `vet(sock)` may refuse a connection before anything is read from it, by
+    raising TransportError.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        *,
+        key: bytes,
+        purpose: str,
+        transport: str,
+        admit: Callable[[socket.socket, Hello], Session],
+        vet: Callable[[socket.socket], None] | None = None,
+    ) -> None:
+        self._sock, self._key, self._purpose, self._transport = sock, key, purpose, transport
+        self._admit, self._vet = admit, vet
+        self._lock = threading.Lock()
+        self._sessions: dict[str, Session] = {}
+        self._over: OrderedDict[str, None] = OrderedDict()
+        self._doubtful: set[str] = set()  # ended without proof that their writer has stopped
+        self._strangers: set[socket.socket] = set()
+        self._threads: set[threading.Thread] = set()
+        self._closing = False
+        self._acceptor = threading.Thread(target=self._accept, name=f"{purpose}-accept", daemon=True)
+        self._acceptor.start()
+
+    def sessions(self) -> list[Session]:
+        """Return the live sessions."""
+        with self._lock:
+            return list(self._sessions.values())
+
+    def inbound(self) -> list[Inbound]:
+        """Return the live sessions as plain facts."""
+        return [Inbound(each.session, each.peer, each.nbytes) for each in self.sessions()]
+
+    def fence(self, session: str, deadline: float) -> bool:
+        """End a session, and refuse its name from now on. True when nothing can land through it any more."""
+        with self._lock:
+            self._over[session] = None
+            while len(self._over) > _REMEMBERED:
+                self._over.popitem(last=False)
+            live = self._sessions.get(session)
+            if live is None:
+                return session not in self._doubtful
+        return live.fence(deadline)
+
+    def close(self, deadline: float) -> None:
+        """End every session, then stop listening: who finds nobody listening knows that nothing can land."""
+        with self._lock:
+            self._closing = True
+            sessions, strangers = list(self._sessions.values()), list(self._strangers)
+        for session in sessions:
+            session.fence(deadline)
+        for session in sessions:
+            session.hang_up()
+        for sock in strangers:
+            shut(sock)
+        with self._lock:
+            threads = self._threads - {threading.current_thread()}
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        shut(self._sock)  # wakes accept()
+        self._acceptor.join()
+        self._sock.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                sock, _ = self._sock.accept()
+            except OSError:
+                if self._closing:
+                    return
+                _log.warning("accept failed", exc_info=True)
+                if self._sock.fileno() < 0:
+                    return
+                threading.Event().wait(0.05)  # out of descriptors, most likely: do not spin
+                continue
+            with self._lock:
+                full = len(self._strangers) >= MAX_STRANGERS
+                if not (self._closing or full):
+                    thread = threading.Thread(target=self._serve, args=(sock,), name=f"{self._purpose}-in", daemon=True)
+                    self._strangers.add(sock)
+                    self._threads.add(thread)
+            if self._closing or full:
+                sock.close()
+                continue
+            try:
+                thread.start()
+            except RuntimeError:  # the process has no thread left to give
+                _log.warning("cannot serve a connection", exc_info=True)
+                with self._lock:
+                    self._strangers.discard(sock)
+                    self._threads.discard(thread)
+                sock.close()
+
+    def _serve(self, sock: socket.socket) -> None:
+        try:
+            if (session := self._greet(sock)) is not None:
+                session.run()
+        except (OSError, TransportError, ProtocolError) as error:
+            _log.info("%s: a connection ended: %s", self._purpose, error)
+        finally:
+            with self._lock:
+                self._strangers.discard(sock)
+                self._threads.discard(threading.current_thread())
+                mine = [each for each in self._sessions.values() if each.sock is sock]
+                for each in mine:
+                    del self._sessions[each.session]
+                    if not each.proven:
+                        self._doubtful.add(each.session)
+            sock.close()
+            for each in mine:
+                each.ended.set()
+
+    def _greet(self, sock: socket.socket) -> Session | None:
+        deadline = time.monotonic() + HELLO_DEADLINE_S
+        if self._vet is not None:
+            self._vet(sock)
+        authenticate_socket(sock, self._key, "acceptor", self._purpose, deadline)
+        hello = recv_message(sock, Hello, deadline)
+        if hello.version != VERSION:
+            send_message(sock, Welcome(False, f"version {hello.version}; this side speaks {VERSION}"), deadline)
+            return None
+        if hello.want == "fence":
+            # Another transport at this address means that the one asked about has stopped listening, which it does last.
+            wait_s = hello.deadline_s if 0 <= hello.deadline_s <= MAX_FENCE_S else MAX_FENCE_S
+            gone = hello.transport != self._transport or self.fence(hello.session, time.monotonic() + wait_s)
+            send_message(sock, Welcome(gone), time.monotonic() + HELLO_DEADLINE_S)
+            return None
+        return self._open(sock, hello, deadline)
+
+    def _open(self, sock: socket.socket, hello: Hello, deadline: float) -> Session | None:
+        session, reason = None, ""
+        if hello.transport != self._transport:
+            reason = "this process has been restarted, or is not the one meant; take its present export"
+        elif not 16 <= len(hello.session) <= 64 or len(hello.peer) > MAX_NAME:
+            reason = "the session's or the peer's name has a wrong length"
+        else:
+            with self._lock:
+                if self._closing or hello.session in self._over or hello.session in self._sessions:
+                    reason = "this session is over, or the transport is closing"
+                elif len(self._sessions) >= MAX_SESSIONS:
+                    reason = f"it serves {MAX_SESSIONS} connections already; close idle ones"
+                else:
+                    session = self._sessions[hello.session] = self._admit(sock, hello)
+                    self._strangers.discard(sock)
+        send_message(sock, Welcome(session is not None, reason), deadline)
+        return session
+
+
+def greet(sock: socket.socket, key: bytes, purpose: str, hello: Hello, deadline: float) -> None:
+    """The connecting half: prove the key, say hello. Raises TransportError when refused, and as `recv_message`."""
+    authenticate_socket(sock, key, "initiator", purpose, deadline)
+    send_message(sock, hello, deadline)
+    answer = recv_message(sock, Welcome, deadline)
+    if not answer.ok:
+        raise TransportError(f"the peer refused the connection: {answer.reason}")
+
+
+def shut(sock: socket.socket) -> None:
+    """Shut a socket down in both directions, if it still is open. Wakes threads that block on it."""
+    try:
+        sock.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        return

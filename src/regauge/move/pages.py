@@ -1,0 +1,90 @@
+"""Who owns which page of a KV pool. No I/O, no time.
+
+    FREE -> LEASED -> COMMITTED -> FREE
+              `----> QUARANTINED -> FREE
+
+A leased page may be written by its owner's transfer. A quarantined page belongs to a transfer that failed while a write could
+still land; it is freed only when the writer has been fenced. A committed page is read by the engine.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from regauge.errors import PoolExhausted, ProtocolError
+
+State = Literal["leased", "committed", "quarantined"]
+
+
+class PagePool:
+    """The pages of one pool. Not thread-safe: one event loop owns it."""
+
+    def __init__(self, pages: int, page_size: int) -> None:
+        self.pages = pages
+        self.page_size = page_size
+        self._free = list(range(pages - 1, -1, -1))
+        self._owned: dict[str, tuple[State, list[int]]] = {}
+
+    @property
+    def free(self) -> int:
+        """Number of free pages."""
+        return len(self._free)
+
+    def pages_for(self, tokens: int) -> int:
+        """Return the number of pages that hold so many tokens."""
+        return -(-tokens // self.page_size)
+
+    def lease(self, owner: str, count: int) -> list[int]:
+        """Take pages. Raises PoolExhausted, leaving all as it was, and ProtocolError for an owner that has pages."""
+        if owner in self._owned:
+            raise ProtocolError(f"{owner!r} owns pages already")
+        if count > len(self._free):
+            raise PoolExhausted(f"{count} pages are asked for, {len(self._free)} of {self.pages} are free")
+        taken = [self._free.pop() for _ in range(count)]
+        self._owned[owner] = ("leased", taken)
+        return list(taken)
+
+    def commit(self, owner: str) -> None:
+        """The pages are complete and verified: the engine may read them. Raises ProtocolError unless leased."""
+        self._move(owner, "leased", "committed")
+
+    def quarantine(self, owner: str) -> None:
+        """The transfer failed, and a write may still land. Raises ProtocolError unless leased."""
+        self._move(owner, "leased", "quarantined")
+
+    def release(self, owner: str) -> None:
+        """Free the pages of an owner of whom nothing is in flight. Raises ProtocolError for an unknown owner."""
+        try:
+            _, taken = self._owned.pop(owner)
+        except KeyError:
+            raise ProtocolError(f"{owner!r} owns no pages") from None
+        self._free.extend(reversed(taken))
+
+    def owned(self, owner: str) -> list[int]:
+        """Return an owner's pages, in order. Raises ProtocolError if it owns none."""
+        if owner not in self._owned:
+            raise ProtocolError(f"{owner!r} owns no pages")
+        return list(self._owned[owner][1])
+
+    def state(self, owner: str) -> State | None:
+        """Return what an owner's pages are; None if it owns none."""
+        entry = self._owned.get(owner)
+        return entry[0] if entry else None
+
+    def count(self, state: State) -> int:
+        """Number of pages in a state."""
+        return sum(len(taken) for s, taken in self._owned.values() if s == state)
+
+    def check_integrity(self) -> None:
+        """Raise ProtocolError if a page is lost or owned twice."""
+        everything = sorted([*self._free, *(p for _, taken in self._owned.values() for p in taken)])
+        if everything != list(range(self.pages)):
+            raise ProtocolError(
+                f"{self.pages} pages, but {len(everything)} are accounted for, {len(set(everything))} of them once"
+            )
+
+    def _move(self, owner: str, old: State, new: State) -> None:
+        entry = self._owned.get(owner)
+        if entry is None or entry[0] != old:
+            raise ProtocolError(f"pages of {owner!r} are {entry[0] if entry else 'free'}, not {old}")
+        self._owned[owner] = (new, entry[1])

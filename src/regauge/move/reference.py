@@ -1,0 +1,160 @@
+"""The definition of every kernel, in numpy and ml_dtypes: slow, plain, and right bit for bit.
+
+For every tile and every index of `shape`, `run` bytes are copied, or a row of `run` elements is converted:
+
+    v = float32(x)                                    exact
+    v = v * s_src                                     when there is a source scale
+    w = v * (1 / s_dst)   or   w = v / s_dst          when there is a target scale: rule "reciprocal" or "divide"
+    code = round_to_nearest_even(clamp(w))
+
+in IEEE float32, every operation rounded on its own (no fused multiply-add), subnormals kept everywhere.
+
+* Targets float16, float8_e4m3fn and float8_e5m2 saturate: whatever lies beyond the largest finite value, infinity
+  included, becomes that value (65504, 448, 57344). bfloat16 and float32 round to infinity as IEEE does.
+* fp8 codes have the sign that multiplication gives, sign(x) xor sign(s_src) xor sign(s_dst), also where they are
+  NaN; every NaN has the magnitude 0x7f. (torch writes the same e4m3fn and e5m2 codes for an unscaled NaN; ml_dtypes
+  writes 0x7e for e5m2.)
+* fp8 and fp16 NaN widen to quiet NaN: e4m3fn's without payload, fp16's (and e5m2's, which is a truncated fp16) with
+  theirs. Narrowing to fp16 or bf16 keeps sign and top payload bits and sets the quiet bit. A NaN that a scale brings
+  forth (0 * inf) has the sign and payload that the CPU gives it, except in fp8, where it follows the rule above.
+* Dynamic target scales, for fp8 targets: amax = the largest |v| of the row, compared as integer bits and then no more
+  than the largest finite float32 (so that NaN and infinity count as that); s_dst = max(amax / MAX, 2**-126) with
+  MAX = 448 or 57344, stored as float32, then used by `rule`.
+
+Formats: OCP 8-bit floating point specification 1.0 (e4m3fn, e5m2), IEEE 754 binary16 and binary32, bfloat16 = the top
+half of binary32.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from regauge.plan.tiles import Convert, Tiles
+
+Bytes = npt.NDArray[np.uint8]
+Float32 = npt.NDArray[np.float32]
+Codes = npt.NDArray[np.unsignedinteger[Any]]
+
+ITEMSIZE: Mapping[str, int] = MappingProxyType(
+    {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
+)
+"""Bytes of one element of every dtype that the kernels know."""
+
+MAX_FINITE: Mapping[str, float] = MappingProxyType({"float16": 65504.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0})
+"""Largest finite value of the dtypes that saturate."""
+
+_FP8: Mapping[str, Any] = MappingProxyType(
+    {"float8_e4m3fn": ml_dtypes.float8_e4m3fn, "float8_e5m2": ml_dtypes.float8_e5m2}
+)
+
+
+def run(tiles: Tiles) -> None:
+    """Copy or convert all boxes of `tiles`, reading and writing the memory at their addresses."""
+    for i in range(len(tiles.src)):
+        if tiles.convert is None:
+            shape = (*tiles.shape, tiles.run)
+            source = _memory(int(tiles.src[i]), shape, (*tiles.src_stride, 1))
+            _memory(int(tiles.dst[i]), shape, (*tiles.dst_stride, 1))[...] = source
+        else:
+            _convert_tile(tiles, tiles.convert, i)
+
+
+def decode(codes: Codes, dtype: str) -> Float32:
+    """Widen the bits of elements of `dtype` to float32, exactly."""
+    if dtype == "float32":
+        return codes.view(np.float32)
+    if dtype == "bfloat16":
+        return (codes.astype(np.uint32) << 16).view(np.float32)
+    if dtype == "float16":
+        return _from_half(codes)
+    if dtype == "float8_e5m2":
+        return _from_half(np.left_shift(codes, 8, dtype=np.uint16))
+    sign = (codes.astype(np.uint32) & 0x80) << 24
+    wide = codes.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    return np.where((codes & 0x7F) == 0x7F, sign | 0x7FC00000, wide.view(np.uint32)).view(np.float32)
+
+
+def encode(w: Float32, dtype: str, negative: npt.NDArray[np.bool_]) -> Codes:
+    """Narrow float32 to the bits of `dtype`: clamp, then round to nearest even. `negative`: the sign of fp8 codes."""
+    bits = w.view(np.uint32)
+    if dtype == "float32":
+        return bits
+    nan = np.isnan(w)
+    if dtype == "bfloat16":
+        with np.errstate(over="ignore"):
+            rounded = np.where(nan, np.float32(0), w).astype(ml_dtypes.bfloat16).view(np.uint16)
+        return np.where(nan, (bits >> 16 | 0x40).astype(np.uint16), rounded)
+    most = np.float32(MAX_FINITE[dtype])
+    clamped = np.clip(np.where(nan, np.float32(0), w), -most, most)
+    if dtype == "float16":
+        payload = (bits >> 16 & 0x8000) | 0x7E00 | (bits >> 13 & 0x1FF)
+        return np.where(nan, payload.astype(np.uint16), clamped.astype(np.float16).view(np.uint16))
+    magnitude = np.abs(clamped).astype(_FP8[dtype]).view(np.uint8)
+    code: Codes = np.where(nan, np.uint8(0x7F), magnitude) | (negative.astype(np.uint8) << 7)
+    return code
+
+
+def dynamic_scale(v: Float32, dtype: str, axes: tuple[int, ...]) -> Float32:
+    """Return the scale of every row of `v`; `axes` are the axes of one row, kept with length 1."""
+    amax = (v.view(np.uint32) & 0x7FFFFFFF).max(axis=axes, keepdims=True, initial=0)
+    finite = np.minimum(amax, np.uint32(0x7F7FFFFF)).view(np.float32)
+    scale: Float32 = np.maximum(finite / np.float32(MAX_FINITE[dtype]), np.float32(2.0**-126))
+    return scale
+
+
+def _from_half(codes: Codes) -> Float32:
+    half = codes.astype(np.uint16)
+    wide = half.view(np.float16).astype(np.float32).view(np.uint32)
+    quiet = (half.astype(np.uint32) & 0x8000) << 16 | 0x7FC00000 | (half.astype(np.uint32) & 0x3FF) << 13
+    return np.where((half & 0x7FFF) > 0x7C00, quiet, wide).view(np.float32)
+
+
+def _convert_tile(t: Tiles, c: Convert, i: int) -> None:
+    shape = (*t.shape, t.run)
+    codes = _load(int(t.src[i]), shape, (*t.src_stride, c.src_step), ITEMSIZE[c.src_dtype])
+    if codes.size == 0:
+        return
+    x = decode(codes, c.src_dtype)
+    negative = np.signbit(x)
+    row = tuple(range(len(t.shape) - c.row_axes, len(shape)))
+    with np.errstate(all="ignore"):
+        v = x
+        if c.src_scale is not None:
+            s = _load(int(c.src_scale[i]), shape, (*c.src_scale_stride, 0), 4).view(np.float32)
+            v, negative = v * s, negative ^ np.signbit(s)
+        w = v
+        if c.dst_scale is not None:
+            place = (int(c.dst_scale[i]), shape, (*c.dst_scale_stride, 0))
+            if c.dynamic:
+                scale = np.broadcast_to(dynamic_scale(v, c.dst_dtype, row), shape)
+                _store(*place, np.ascontiguousarray(scale).view(np.uint32))
+            s = _load(*place, 4).view(np.float32)
+            w = v / s if c.rule == "divide" else v * (np.float32(1) / s)
+            negative = negative ^ np.signbit(s)
+        out = encode(w, c.dst_dtype, negative)
+    _store(int(t.dst[i]), shape, (*t.dst_stride, c.dst_step), out)
+
+
+def _memory(address: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> Bytes:
+    """View of the bytes at `address`; strides in bytes may have any sign, and addresses any alignment."""
+    first = np.frombuffer(memoryview((ctypes.c_uint8 * 1).from_address(address)), dtype=np.uint8)
+    return np.lib.stride_tricks.as_strided(first, shape, strides)
+
+
+def _load(address: int, shape: tuple[int, ...], strides: tuple[int, ...], size: int) -> Codes:
+    raw = np.ascontiguousarray(_memory(address, (*shape, size), (*strides, 1)))
+    codes: Codes = raw.view(np.dtype(f"u{size}"))[..., 0]
+    return codes
+
+
+def _store(address: int, shape: tuple[int, ...], strides: tuple[int, ...], codes: Codes) -> None:
+    size = codes.dtype.itemsize
+    raw = np.ascontiguousarray(codes)[..., np.newaxis].view(np.uint8)
+    _memory(address, (*shape, size), (*strides, 1))[...] = raw

@@ -1,0 +1,263 @@
+"""What regauge says about itself: the names of all metrics, log fields and spans, and how they are written.
+
+Metrics live in a `Metrics` object with a registry of its own, so that several can be in one process. A
+transfer's bytes and seconds are recorded by one call (`Metrics.transfer`), as are a request's latencies
+(`Metrics.finished`): two figures of one event cannot drift apart.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import MutableMapping
+from dataclasses import dataclass
+from typing import Any, Final, TextIO
+
+import structlog
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+
+# Log fields. `event` is the sentence; a request's fields are the same in every process that it passes.
+REQUEST_ID: Final = "request_id"
+TRANSFER_ID: Final = "transfer_id"
+WORKER: Final = "worker"
+ROLE: Final = "role"
+ROUTE: Final = "route"
+STATUS: Final = "status"
+PATH: Final = "path"
+MODE: Final = "mode"
+WIRE_BYTES: Final = "wire_bytes"
+PAGES: Final = "pages"
+PROMPT_TOKENS: Final = "prompt_tokens"
+COMPLETION_TOKENS: Final = "completion_tokens"
+TTFT_S: Final = "ttft_s"
+TPOT_S: Final = "tpot_s"
+SECONDS: Final = "seconds"
+ERROR: Final = "error"
+
+# Spans of one request, in their order.
+SPAN_REQUEST: Final = "request"
+SPAN_PREFILL: Final = "prefill"
+SPAN_TRANSFER: Final = "transfer"
+SPAN_DECODE: Final = "decode"
+
+PATHS: Final = ("DIRECT", "REMAP", "CONVERT")
+MODES: Final = ("fused", "mapped", "staged")
+ROUTES: Final = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/models",
+    "/v1/models/{id}",
+    "/health",
+    "/ready",
+    "/metrics",
+    "/version",
+    "/internal/generate",
+    "/internal/prefill",
+    "/internal/requests/{request_id}",
+)
+OTHER: Final = "other"
+"""The label for a value outside the known ones: what a client sends cannot make a new time series."""
+
+_LATENCY = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+_PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
+_TRANSFER = (
+    0.0001,
+    0.00025,
+    0.0005,
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1.0,
+    2.5,
+    10.0,
+    60.0,
+    120.0,
+)
+_BYTES = tuple(float(4**power << 10) for power in range(13))  # 1 KiB to 16 GiB
+
+
+def _known(value: str, known: tuple[str, ...]) -> str:
+    return value if value in known else OTHER
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """All Prometheus metrics of one process, in base units; make one with `Metrics.create()`."""
+
+    registry: CollectorRegistry
+    requests: Counter
+    in_flight: Gauge
+    ttft: Histogram
+    tpot: Histogram
+    latency: Histogram
+    prompt_tokens: Counter
+    completion_tokens: Counter
+    transfer_bytes: Histogram
+    transfer_seconds: Histogram
+    worker_up: Gauge
+    queue_depth: Gauge
+    running: Gauge
+    pool_pages: Gauge
+    pool_free_pages: Gauge
+
+    @classmethod
+    def create(cls, version: str) -> Metrics:
+        """Return fresh metrics on a registry of their own."""
+        registry = CollectorRegistry()
+        ProcessCollector(registry=registry)
+        Gauge("regauge_build_info", "1, labelled with the version.", ["version"], registry=registry).labels(
+            version
+        ).set(1)
+        worker, path = ["worker", "role"], ["path", "mode"]
+        return cls(
+            registry=registry,
+            requests=Counter(
+                "regauge_requests_total", "HTTP requests answered.", ["route", "status"], registry=registry
+            ),
+            in_flight=Gauge("regauge_requests_in_flight", "Generation requests in the house.", registry=registry),
+            ttft=Histogram(
+                "regauge_time_to_first_token_seconds",
+                "Arrival to first token.",
+                registry=registry,
+                buckets=_LATENCY,
+            ),
+            tpot=Histogram(
+                "regauge_time_per_output_token_seconds",
+                "Mean time between tokens after the first, per request.",
+                registry=registry,
+                buckets=_PER_TOKEN,
+            ),
+            latency=Histogram(
+                "regauge_request_duration_seconds",
+                "Arrival to last token.",
+                registry=registry,
+                buckets=_LATENCY,
+            ),
+            prompt_tokens=Counter("regauge_prompt_tokens_total", "Prompt tokens.", registry=registry),
+            completion_tokens=Counter("regauge_completion_tokens_total", "Generated tokens.", registry=registry),
+            transfer_bytes=Histogram(
+                "regauge_transfer_bytes",
+                "Bytes on the wire, per transfer.",
+                path,
+                registry=registry,
+                buckets=_BYTES,
+            ),
+            transfer_seconds=Histogram(
+                "regauge_transfer_seconds",
+                "Seconds per transfer.",
+                path,
+                registry=registry,
+                buckets=_TRANSFER,
+            ),
+            worker_up=Gauge("regauge_worker_up", "1 while the worker answers.", worker, registry=registry),
+            queue_depth=Gauge("regauge_queue_depth", "Requests that wait in a worker.", worker, registry=registry),
+            running=Gauge("regauge_running_requests", "Requests that run in a worker.", worker, registry=registry),
+            pool_pages=Gauge("regauge_pool_pages", "Pages of the KV pool.", worker, registry=registry),
+            pool_free_pages=Gauge("regauge_pool_free_pages", "Free pages of the KV pool.", worker, registry=registry),
+        )
+
+    def answered(self, route: str, status: int) -> None:
+        """Count one HTTP request; a route that is not in `ROUTES` is counted as "other"."""
+        self.requests.labels(_known(route, ROUTES), str(status)).inc()
+
+    def finished(
+        self,
+        *,
+        prompt_tokens: int,
+        completion_tokens: int,
+        ttft_s: float | None,
+        seconds: float,
+    ) -> float | None:
+        """Record tokens and latencies of a request that produced all its tokens; return its TPOT in seconds.
+
+        TPOT is (latency - TTFT) / (tokens - 1): None, and not recorded, for fewer than two tokens.
+        """
+        self.prompt_tokens.inc(prompt_tokens)
+        self.completion_tokens.inc(completion_tokens)
+        self.latency.observe(seconds)
+        if ttft_s is None:
+            return None
+        self.ttft.observe(ttft_s)
+        if completion_tokens < 2:
+            return None
+        tpot = (seconds - ttft_s) / (completion_tokens - 1)
+        self.tpot.observe(tpot)
+        return tpot
+
+    def transfer(self, *, path: str, mode: str, wire_bytes: int, seconds: float) -> None:
+        """Record one delivered transfer."""
+        labels = (_known(path, PATHS), _known(mode, MODES))
+        self.transfer_bytes.labels(*labels).observe(wire_bytes)
+        self.transfer_seconds.labels(*labels).observe(seconds)
+
+    def worker_state(self, name: str, role: str, *, running: int, waiting: int, free_pages: int, pages: int) -> None:
+        """Record a worker's sign of life."""
+        self.worker_up.labels(name, role).set(1)
+        self.running.labels(name, role).set(running)
+        self.queue_depth.labels(name, role).set(waiting)
+        self.pool_free_pages.labels(name, role).set(free_pages)
+        self.pool_pages.labels(name, role).set(pages)
+
+    def worker_down(self, name: str, role: str) -> None:
+        """Record that a worker does not answer; its other gauges go to zero, since nobody knows them."""
+        self.worker_state(name, role, running=0, waiting=0, free_pages=0, pages=0)
+        self.worker_up.labels(name, role).set(0)
+
+    def exposition(self) -> tuple[bytes, str]:
+        """Return the text for a scrape and its content type."""
+        return generate_latest(self.registry), CONTENT_TYPE_LATEST
+
+
+def setup_logging(level: str, json: bool, worker: str, *, stream: TextIO | None = None) -> None:
+    """Send this process's log lines, the standard library's included, to `stream` (standard error).
+
+    `level` is a standard name ("info", "DEBUG", ...); raises ValueError for another. `worker` is put on every
+    line. Lines are for a person's eyes, or JSON objects with `json`.
+    """
+    out = stream if stream is not None else sys.stderr
+
+    def name_worker(_: Any, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+        event.setdefault(WORKER, worker)
+        return event
+
+    shared: list[structlog.types.Processor] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.stdlib.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        name_worker,
+    ]
+    renderer: structlog.types.Processor
+    if json:
+        shared.append(structlog.processors.format_exc_info)
+        renderer = structlog.processors.JSONRenderer()
+    else:
+        renderer = structlog.dev.ConsoleRenderer(colors=out.isatty())
+    handler = logging.StreamHandler(out)
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            foreign_pre_chain=shared,
+            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, renderer],
+        )
+    )
+    root = logging.getLogger()
+    root.setLevel(level.upper())
+    root.handlers[:] = [handler]
+    structlog.configure(
+        processors=[*shared, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
+        wrapper_class=structlog.stdlib.BoundLogger,
+        logger_factory=structlog.stdlib.LoggerFactory(),
+        cache_logger_on_first_use=False,
+    )
+
+
+def get_logger(**fields: object) -> structlog.stdlib.BoundLogger:
+    """Return a logger with fields bound to it; works before `setup_logging`, too."""
+    logger: structlog.stdlib.BoundLogger = structlog.stdlib.get_logger(**fields)
+    return logger

@@ -1,0 +1,343 @@
+"""Two layouts in, a plan out: the three paths in one place.
+
+`compile` turns a pair of layouts into lanes, once per pair of ranks. A lane is one array (a component's elements, or its
+stored scales) seen as two strided views over the same logical index (layer, token, head, dim). `instantiate` adds two page tables and
+a token range: between page boundaries of either side tokens run on with constant strides, so each such run is a
+box of nested loops. DIRECT, REMAP and CONVERT are the same boxes; they differ in how far the loops merge and in whether elements change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import gcd
+
+import numpy as np
+import numpy.typing as npt
+
+from regauge.errors import PlanError, Refused
+from regauge.layout.spec import Component, Group, Layout, Rule, scale_table
+from regauge.layout.view import View, component_view, scale_view
+from regauge.plan.axes import Loop, coalesce, factor, merge, outer_sum
+from regauge.plan.check import LaneVerdict, Verdict, check, same_scale
+from regauge.plan.tiles import Convert, Int64, Tiles
+
+MAX_PIECES = 1 << 23
+"""Most pieces that are expanded at once: 192 MiB of addresses."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Side:
+    """Where the tokens of one transfer lie on one side."""
+
+    pages: Int64
+    """Page table: the pages that hold tokens `origin`, `origin` + 1, ... in order, int64[n]."""
+    bases: Mapping[str, int]
+    """Address of each region."""
+    origin: int = 0
+    """Position of the first token of the first page."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ScaleOperand:
+    """Where a kernel finds the float32 scale of (layer, token, head): in a constant table or in the pool."""
+
+    table: npt.NDArray[np.float32] | None
+    """Constant scales, float32[layers of the lane, heads of the lane]."""
+    view: View | None
+    heads: Int64
+    """Offset of each head of the lane, int64[heads]."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Lane:
+    """One array of elements on its way from a prefill group to a decode group."""
+
+    name: str
+    src_group: Group
+    dst_group: Group
+    pair: tuple[int, int]
+    """Index of the prefill group and of the decode group."""
+    layers: tuple[int, ...]
+    src: View
+    dst: View
+    src_heads: Int64
+    dst_heads: Int64
+    src_dtype: str
+    dst_dtype: str
+    converts: bool
+    rule: Rule
+    src_scale: ScaleOperand | None
+    dst_scale: ScaleOperand | None
+
+    @property
+    def dynamic(self) -> bool:
+        """Whether the target's scales are computed from the values and written beside the codes."""
+        return self.converts and self.dst_scale is not None and self.dst_scale.view is not None
+
+    @property
+    def elements_per_token(self) -> int:
+        """Elements of one token in one layer."""
+        return len(self.src_heads) * len(self.src.dim)
+
+    def views(self, *, target: bool) -> tuple[View, ...]:
+        """Return the views that are read (source) or written (target) together."""
+        first, scale = (self.dst, self.dst_scale) if target else (self.src, self.src_scale)
+        return (first,) if scale is None or scale.view is None else (first, scale.view)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Plan:
+    """What a pair of layouts compiles to."""
+
+    prefill: Layout
+    decode: Layout
+    verdict: Verdict
+    lanes: tuple[Lane, ...]
+
+    def layers_of(self, pair: tuple[int, int]) -> tuple[int, ...]:
+        """Return the layers that a pair of groups shares, ascending."""
+        return next(lane.layers for lane in self.lanes if lane.pair == pair)
+
+    @property
+    def pairs(self) -> tuple[tuple[int, int], ...]:
+        """Return the pairs of groups between which something crosses."""
+        return tuple(dict.fromkeys(lane.pair for lane in self.lanes))
+
+
+def compile(prefill: Layout, decode: Layout) -> Plan:
+    """Compile a pair of layouts. Raises Refused, with every reason, where `check` refuses."""
+    verdict = check(prefill, decode)
+    if verdict.path == "REFUSED":
+        raise Refused(tuple(str(r) for r in verdict.refusals))
+    lanes: list[Lane] = []
+    for lane in verdict.lanes:
+        lanes += _compile_lane(prefill, decode, lane)
+    return Plan(prefill, decode, verdict, tuple(lanes))
+
+
+def _compile_lane(prefill: Layout, decode: Layout, verdict: LaneVerdict) -> Iterator[Lane]:
+    src, dst = prefill.groups[verdict.prefill_group], decode.groups[verdict.decode_group]
+    a = next(c for c in src.components if c.name == verdict.component)
+    b = next(c for c in dst.components if c.name == verdict.component)
+    common = [h for h in decode.heads if h in prefill.heads]
+    a_index = np.array([h - prefill.heads[0] for h in common])
+    b_index = np.array([h - decode.heads[0] for h in common])
+    converts = verdict.path == "CONVERT"
+    src_scale = _operand(src, a, a_index, verdict.layers) if converts else None
+    dst_scale = _operand(dst, b, b_index, verdict.layers) if converts else None
+    views = component_view(src, a), component_view(dst, b)
+    rule = b.scale.rule if b.scale is not None else "reciprocal"
+    pair = (verdict.prefill_group, verdict.decode_group)
+
+    def lane(name: str, va: View, vb: View, dtypes: tuple[str, str]) -> Lane:
+        return Lane(name, src, dst, pair, verdict.layers, va, vb, va.head[a_index], vb.head[b_index], *dtypes,
+                    converts=converts, rule=rule, src_scale=src_scale, dst_scale=dst_scale)  # fmt: skip
+
+    yield lane(a.name, *views, (a.dtype, b.dtype))
+    stored = a.scale is not None and a.scale.at is not None
+    if stored and not converts and same_scale(a.scale, b.scale, src, dst, b.heads):
+        yield lane(f"{a.name} scale", scale_view(src, a), scale_view(dst, b), ("float32", "float32"))
+
+
+def _operand(group: Group, component: Component, heads: Int64, layers: tuple[int, ...]) -> ScaleOperand | None:
+    scale = component.scale
+    if scale is None:
+        return None
+    if scale.at is not None:
+        view = scale_view(group, component)
+        return ScaleOperand(None, view, view.head[heads])
+    rows = np.array(scale_table(scale, len(group.layer_ids), component.heads), np.float32)
+    position = {layer: i for i, layer in enumerate(group.layer_ids)}
+    table = np.ascontiguousarray(rows[[position[x] for x in layers]][:, heads])
+    if (table == 1.0).all():
+        return None
+    step = 0 if scale.per == "tensor" else 4
+    return ScaleOperand(table, None, np.arange(len(heads)) * step)
+
+
+def instantiate(
+    plan: Plan,
+    prefill: Side,
+    decode: Side,
+    tokens: tuple[int, int],
+    *,
+    pair: tuple[int, int] | None = None,
+    layers: Sequence[int] | None = None,
+) -> list[Tiles]:
+    """Return the boxes that carry tokens [first, end) of the given layers (default: all) of a pair of groups (default: all).
+
+    Raises PlanError for tokens that a page table does not cover, pages or layers that do not exist, symbolic layouts.
+    """
+    out: list[Tiles] = []
+    wanted = None if layers is None else tuple(layers)
+    for lane in plan.lanes:
+        if pair is not None and lane.pair != pair:
+            continue
+        ids = lane.layers if wanted is None else wanted
+        if not set(ids) <= set(lane.layers):
+            raise PlanError(f"layers {sorted(set(ids) - set(lane.layers))} are not on both sides")
+        if ids and tokens[0] < tokens[1]:
+            out += _boxes(lane, prefill, decode, tokens, ids)
+    return out
+
+
+def _boxes(
+    lane: Lane, prefill: Side, decode: Side, tokens: tuple[int, int], layers: tuple[int, ...]
+) -> Iterator[Tiles]:
+    for side, group, name in ((prefill, lane.src_group, "prefill"), (decode, lane.dst_group, "decode")):
+        _check_side(side, group, tokens, name)
+    starts, counts = _runs(lane, prefill, decode, tokens)
+    for n in np.unique(counts):
+        first = starts[counts == n]
+        src = _Cursor(lane.src, prefill, lane.src_group, layers, first)
+        dst = _Cursor(lane.dst, decode, lane.dst_group, layers, first)
+        src_scale = _scale_cursor(lane, lane.src_scale, prefill, lane.src_group, layers, first)
+        dst_scale = _scale_cursor(lane, lane.dst_scale, decode, lane.dst_group, layers, first)
+        yield _box(lane, int(n), (src, dst, src_scale, dst_scale))
+
+
+class _Cursor:
+    """One operand of a box: the address of each run's first token, and the step to the next token."""
+
+    __slots__ = ("addresses", "step")
+
+    def __init__(self, view: View, side: Side, group: Group, layers: tuple[int, ...], first: Int64) -> None:
+        position = first - side.origin
+        inside = position % group.page_size
+        offsets = side.pages[position // group.page_size] * view.page_stride + view.token[inside]
+        self.addresses = outer_sum(view.layer_bases(group.layer_ids, layers, side.bases), offsets)
+        # Runs never cross a boundary of the table's regular blocks, so the step after the first token holds throughout.
+        after = np.minimum(inside + 1, group.page_size - 1)
+        self.step = int((view.token[after] - view.token[inside])[0])
+
+
+def _scale_cursor(
+    lane: Lane, scale: ScaleOperand | None, side: Side, group: Group, layers: tuple[int, ...], first: Int64
+) -> _Cursor | None:
+    if scale is None:
+        return None
+    if scale.view is not None:
+        return _Cursor(scale.view, side, group, layers, first)
+    assert scale.table is not None
+    cursor = _Cursor.__new__(_Cursor)
+    rows = np.array([lane.layers.index(x) for x in layers]) * scale.table.strides[0] + scale.table.ctypes.data
+    cursor.addresses, cursor.step = np.repeat(rows, len(first)), 0
+    return cursor
+
+
+def _box(lane: Lane, n: int, cursors: tuple[_Cursor | None, ...]) -> Tiles:
+    present = [c for c in cursors if c is not None]
+    scales = [s for s in (lane.src_scale, lane.dst_scale) if s is not None]
+    heads = np.stack([lane.src_heads, lane.dst_heads, *(s.heads for s in scales)], axis=1)
+    dims = np.stack([lane.src.dim, lane.dst.dim, *(np.zeros_like(lane.src.dim) for _ in scales)], axis=1)
+    head_loops, head_rest = factor(heads)
+    dim_loops, dim_rest = factor(dims)
+    if lane.dynamic and len(dim_rest) > 1:
+        raise PlanError(f"{lane.name}: a head's elements lie too irregularly to compute one scale over them")
+    outer = sorted([Loop(n, tuple(c.step for c in present)), *head_loops], key=lambda loop: loop.strides, reverse=True)
+    if lane.converts:
+        # A row has one scale: where the innermost loop changes it (head dim 1), a row is a single element.
+        single = Loop(1, (lane.src.itemsize, lane.dst.itemsize, *(0 for _ in scales)))
+        inner = merge(dim_loops) or [single]
+        loops = [*merge(outer), *inner] if lane.dynamic else merge([*outer, *inner]) or [single]
+        if any(loops[-1].strides[2:]):
+            loops.append(single)
+        row_axes = len(inner) - 1 if lane.dynamic else 0
+    else:
+        loops = merge(sorted([*outer, *dim_loops], key=lambda loop: loop.strides, reverse=True))
+        row_axes = 0
+    rest = (head_rest[:, None, :] + dim_rest[None, :, :]).reshape(-1, heads.shape[1])
+    addresses = [outer_sum(c.addresses, rest[:, i]) for i, c in enumerate(present)]
+    return _tiles(lane, loops, addresses, row_axes)
+
+
+def _tiles(lane: Lane, loops: list[Loop], addresses: list[Int64], row_axes: int) -> Tiles:
+    size = lane.src.itemsize
+    if not lane.converts:
+        contiguous = bool(loops) and loops[-1].strides == (size, size)
+        outer = loops[:-1] if contiguous else loops
+        run = loops[-1].count * size if contiguous else size
+        shape, src_stride, dst_stride = _columns(outer, 2)
+        return Tiles(addresses[0], addresses[1], shape, src_stride, dst_stride, run)
+    *outer, row = loops
+    shape, src_stride, dst_stride, *scale_strides = _columns(outer, len(addresses))
+    scales = list(zip(addresses[2:], scale_strides, strict=True))
+    src_scale = scales.pop(0) if lane.src_scale else (None, ())
+    dst_scale = scales.pop(0) if lane.dst_scale else (None, ())
+    convert = Convert(
+        src_dtype=lane.src_dtype,
+        dst_dtype=lane.dst_dtype,
+        src_step=row.strides[0],
+        dst_step=row.strides[1],
+        rule=lane.rule,
+        row_axes=row_axes,
+        src_scale=src_scale[0],
+        src_scale_stride=src_scale[1],
+        dst_scale=dst_scale[0],
+        dst_scale_stride=dst_scale[1],
+        dynamic=lane.dynamic,
+        keep=tuple(s.table for s in (lane.src_scale, lane.dst_scale) if s is not None),
+    )
+    return Tiles(addresses[0], addresses[1], shape, src_stride, dst_stride, row.count, convert)
+
+
+def _columns(loops: list[Loop], operands: int) -> list[tuple[int, ...]]:
+    return [tuple(x.count for x in loops), *(tuple(x.strides[i] for x in loops) for i in range(operands))]
+
+
+def _runs(lane: Lane, prefill: Side, decode: Side, tokens: tuple[int, int]) -> tuple[Int64, Int64]:
+    """Cut tokens [first, end) wherever a page, or a regular block inside a page, ends on either side."""
+    first, end = tokens
+    cuts = [np.array([first, end])]
+    for side, group, views in (
+        (prefill, lane.src_group, lane.views(target=False)),
+        (decode, lane.dst_group, lane.views(target=True)),
+    ):
+        block = group.page_size
+        for view in views:
+            block = gcd(block, _regular_block(view.token))
+        begin = first + (side.origin - first) % block
+        cuts.append(np.arange(begin, end, block))
+    edges = np.unique(np.concatenate(cuts))
+    return edges[:-1], np.diff(edges)
+
+
+def _regular_block(table: Int64) -> int:
+    loops, _ = factor(table[:, None])
+    merged = merge(loops)
+    return merged[-1].count if merged else 1
+
+
+def _check_side(side: Side, group: Group, tokens: tuple[int, int], name: str) -> None:
+    if not group.pages:
+        raise PlanError(f"the {name} layout is symbolic: it has no pages to move")
+    first, end = tokens
+    if first < side.origin or end > side.origin + len(side.pages) * group.page_size:
+        raise PlanError(
+            f"{name}: tokens {first}..{end - 1} are asked for, the page table of {len(side.pages)} pages covers "
+            f"{side.origin}..{side.origin + len(side.pages) * group.page_size - 1}")  # fmt: skip
+    used = side.pages[(first - side.origin) // group.page_size : -(-(end - side.origin) // group.page_size)]
+    if len(used) and (used.min() < 0 or used.max() >= group.pages):
+        raise PlanError(
+            f"{name}: the page table names page {used.max() if used.min() >= 0 else used.min()} of {group.pages}"
+        )
+
+
+def pieces(tiles: Sequence[Tiles]) -> Int64:
+    """Expand boxes that copy into (source, target, bytes), int64[n, 3], neighbours joined, in order of target address.
+
+    Raises PlanError for boxes that convert (those need a kernel) and for more than MAX_PIECES before joining.
+    """
+    if sum(box.pieces for box in tiles) > MAX_PIECES:
+        raise PlanError(f"{sum(box.pieces for box in tiles)} pieces are too many to send one by one: stage them")
+    parts = []
+    for box in tiles:
+        if box.convert is not None:
+            raise PlanError("a conversion cannot be sent as pieces of memory")
+        src, dst = box.src, box.dst
+        for count, a, b in zip(box.shape, box.src_stride, box.dst_stride, strict=True):
+            steps = np.arange(count)
+            src, dst = outer_sum(src, steps * a), outer_sum(dst, steps * b)
+        parts.append(np.stack([src, dst, np.full(len(src), box.run)], axis=1))
+    return coalesce(np.concatenate(parts)) if parts else np.empty((0, 3), np.int64)

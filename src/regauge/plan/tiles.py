@@ -1,0 +1,64 @@
+"""What a plan becomes when page tables are known: boxes of bytes, ready for a kernel or a wire. No I/O.
+
+Addresses are absolute byte addresses (or addresses in a peer's exported space): a region's base plus an offset.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+Int64 = npt.NDArray[np.int64]
+Rule = Literal["reciprocal", "divide"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Convert:
+    """How the elements of one row change.
+
+    A row is `Tiles.run` elements, `src_step` and `dst_step` bytes apart. Scales are float32 in memory and are addressed
+    like the elements: one base per tile plus one stride per axis. The last `row_axes` axes belong to the row: a
+    scale is constant (and, when `dynamic`, computed) over them and the row's elements together.
+    """
+
+    src_dtype: str
+    dst_dtype: str
+    src_step: int
+    dst_step: int
+    rule: Rule = "reciprocal"
+    row_axes: int = 0
+    src_scale: Int64 | None = None
+    src_scale_stride: tuple[int, ...] = ()
+    dst_scale: Int64 | None = None
+    dst_scale_stride: tuple[int, ...] = ()
+    dynamic: bool = False
+    keep: tuple[object, ...] = ()
+    """Tables of constant scales that addresses point into: held here, so that they live as long as the box."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tiles:
+    """N equal strided boxes.
+
+    Tile i at index (a0, a1, ...) of `shape` reads at `src[i] + sum(a_j * src_stride[j])` and writes at
+    `dst[i] + sum(a_j * dst_stride[j])`: `run` contiguous bytes, or a row of `run` elements when `convert` is given.
+    """
+
+    src: Int64
+    dst: Int64
+    shape: tuple[int, ...]
+    src_stride: tuple[int, ...]
+    dst_stride: tuple[int, ...]
+    run: int
+    convert: Convert | None = None
+
+    @property
+    def pieces(self) -> int:
+        """Number of runs (or rows) in all tiles."""
+        count = len(self.src)
+        for n in self.shape:
+            count *= n
+        return count

@@ -1,0 +1,1 @@
+"""Gateway, worker processes and their supervisor."""

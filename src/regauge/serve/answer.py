@@ -1,0 +1,252 @@
+"""From a job to HTTP: admission, sending whole or streamed answers, and what every reply carries.
+
+The status of a streamed answer goes out with its first text, so that a request which fails before then gets its own
+status. A client that closes its connection ends its job, and so its requests on both workers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import secrets
+import time
+from collections.abc import Coroutine, Mapping
+from contextlib import aclosing
+from types import MappingProxyType
+from typing import Any, Final
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from regauge import observe
+from regauge.errors import RegaugeError
+from regauge.observe import Metrics, get_logger
+from regauge.serve.openai import SERVER_ERROR, ApiError
+from regauge.serve.relay import Job, api_error, too_many
+from regauge.serve.replies import Delta, Writer, error_event
+
+JSON: Final = "application/json"
+SLOW_READER_S: Final = 5.0
+"""Seconds after a request's own time limit until a client that does not read its answer is given up."""
+_STREAM: Final = MappingProxyType(
+    {
+        "content-type": "text/event-stream; charset=utf-8",
+        "cache-control": "no-cache",
+        "x-accel-buffering": "no",
+    }
+)
+_SANE_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
+
+
+class _ClientGone(RegaugeError):  # an event more than an error
+    """The client closed its connection."""
+
+
+class House:
+    """Who is in: admission of choices, the jobs that run, and the aborts that run beside them."""
+
+    def __init__(self, limit: int, metrics: Metrics) -> None:
+        self.draining = False
+        self._limit = limit
+        self._metrics = metrics
+        self._choices = 0
+        self._jobs: set[Job] = set()
+        self._beside: set[asyncio.Task[None]] = set()
+        self._empty = asyncio.Event()
+        self._empty.set()
+
+    def enter(self, job: Job) -> None:
+        """Admit a job. Raises ApiError: 429 if the house is full, 503 if it closes."""
+        if self.draining:
+            raise closing()
+        if self._choices + len(job.choices) > self._limit:
+            raise too_many(f"{self._choices} requests are running or waiting, of at most {self._limit}; try again")
+        self._jobs.add(job)
+        self._count(len(job.choices))
+
+    def leave(self, job: Job) -> None:
+        """Let a job go; a second time does nothing."""
+        if job in self._jobs:
+            self._jobs.remove(job)
+            self._count(-len(job.choices))
+
+    def spawn(self, work: Coroutine[None, None, None]) -> None:
+        """Run something short to its end, whatever becomes of the request that wants it."""
+        task = asyncio.create_task(work)
+        self._beside.add(task)
+        task.add_done_callback(self._beside.discard)
+
+    async def drain(self, grace_s: float) -> None:
+        """Admit nobody, let jobs end for `grace_s`, then end them with an error; return when all is over."""
+        self.draining = True
+        try:
+            async with asyncio.timeout(grace_s):
+                await self._empty.wait()
+        except TimeoutError:
+            for job in self._jobs:
+                job.fail(closing())
+            await self._empty.wait()
+        while self._beside:
+            await asyncio.wait(self._beside)
+
+    def _count(self, change: int) -> None:
+        self._choices += change
+        self._metrics.in_flight.set(self._choices)
+        (self._empty.clear if self._choices else self._empty.set)()
+
+
+class Answer:
+    """Sends a job's answer, as an ASGI app; leaves the house when it is over."""
+
+    def __init__(self, job: Job, writer: Writer, house: House, *, stream: bool, path: str, limit_s: float) -> None:
+        self._job = job
+        self._writer = writer
+        self._house = house
+        self._stream = stream
+        self._path = path
+        self._limit_s = limit_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the answer, then leave the house and note what the request came to."""
+        gone = asyncio.create_task(self._watch(receive))
+        summary: dict[str, object] = scope["state"].setdefault("summary", {})
+        try:
+            async with asyncio.timeout(self._limit_s):
+                error = await (self._send_stream(send) if self._stream else self._send_whole(send))
+            if error is not None:
+                summary[observe.ERROR] = str(error)
+        except TimeoutError:
+            # The job's own time limit has passed already: it is the sending that hangs. The server will find the
+            # answer unfinished and close the connection.
+            summary[observe.ERROR] = "the client does not read its answer"
+        finally:
+            gone.cancel()
+            await asyncio.gather(gone, self._job.close(), return_exceptions=True)
+            self._house.leave(self._job)
+            tally, usage = self._job.tally, self._job.usage()
+            summary |= {
+                observe.PATH: self._path,
+                observe.MODE: tally.mode,
+                observe.WIRE_BYTES: tally.wire_bytes,
+                observe.PROMPT_TOKENS: usage.prompt_tokens,
+                observe.COMPLETION_TOKENS: usage.completion_tokens,
+                observe.TTFT_S: _rounded(tally.ttft_s),
+                observe.TPOT_S: _rounded(tally.tpot_s),
+            }
+
+    async def _watch(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._job.fail(_ClientGone("the client closed its connection"))
+
+    async def _send_whole(self, send: Send) -> RegaugeError | None:
+        gathered: list[Delta] = []
+        try:
+            async with aclosing(self._job.deltas()) as deltas:
+                async for batch in deltas:
+                    gathered += batch
+                self._house.leave(self._job)  # before the client can know, and ask again
+        except _ClientGone as gone:
+            return gone
+        except RegaugeError as error:
+            await _reply(send, api_error(error))
+            return error
+        body = self._writer.whole(gathered, self._job.usage())
+        headers = {"content-type": JSON, "content-length": str(len(body)), "x-regauge-path": self._path}
+        await _begin(send, 200, headers)
+        await _part(send, body, last=True)
+        return None
+
+    async def _send_stream(self, send: Send) -> RegaugeError | None:
+        begun = False
+        try:
+            async with aclosing(self._job.deltas()) as deltas:
+                async for batch in deltas:
+                    if not begun:
+                        await _begin(send, 200, {**_STREAM, "x-regauge-path": self._path})
+                        begun = True
+                    await _part(send, b"".join(self._writer.chunks(delta) for delta in batch))
+                self._house.leave(self._job)
+        except _ClientGone as gone:
+            return gone
+        except RegaugeError as error:
+            if begun:
+                await _part(send, error_event(api_error(error)), last=True)
+            else:
+                await _reply(send, api_error(error))
+            return error
+        await _part(send, self._writer.end(self._job.usage()), last=True)
+        return None
+
+
+class Envelope:
+    """ASGI middleware: a request id on every reply, one count and one log line per request."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self._app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on under its id; count and log it at its end."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get("x-request-id", "")
+        request_id = given if _SANE_ID.fullmatch(given) else f"req-{secrets.token_hex(12)}"
+        state: dict[str, Any] = scope.setdefault("state", {})
+        state["request_id"] = request_id
+        status, begun, whole = 0, time.monotonic(), False
+
+        async def send_named(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)["x-request-id"] = request_id
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_named)
+            whole = True
+        finally:
+            # No status was sent: either the client had gone, or the server's error handler will answer.
+            status = status or (499 if whole else 500)
+            route = _route(scope["path"])
+            self._metrics.answered(route, status)
+            log = get_logger(**{observe.REQUEST_ID: request_id, observe.ROUTE: route, observe.STATUS: status})
+            line = log.info if scope["method"] == "POST" else log.debug
+            line("request", **{observe.SECONDS: _rounded(time.monotonic() - begun)}, **state.get("summary", {}))
+
+
+def error_response(error: ApiError) -> Response:
+    """Return an error as the API writes it."""
+    return Response(error.body(), error.status, error.headers(), JSON)
+
+
+def closing() -> ApiError:
+    """Return the 503 of a gateway that shuts down."""
+    return ApiError(503, "the gateway is shutting down", type=SERVER_ERROR, code="shutting_down")
+
+
+def _rounded(seconds: float | None) -> float | None:
+    """Microseconds are enough for a log line."""
+    return None if seconds is None else round(seconds, 6)
+
+
+def _route(path: str) -> str:
+    return "/v1/models/{id}" if path.startswith("/v1/models/") else path
+
+
+async def _begin(send: Send, status: int, headers: Mapping[str, str]) -> None:
+    raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
+    await send({"type": "http.response.start", "status": status, "headers": raw})
+
+
+async def _part(send: Send, body: bytes, *, last: bool = False) -> None:
+    await send({"type": "http.response.body", "body": body, "more_body": not last})
+
+
+async def _reply(send: Send, error: ApiError) -> None:
+    body = error.body()
+    await _begin(send, error.status, {"content-type": JSON, "content-length": str(len(body)), **error.headers()})
+    await _part(send, body, last=True)

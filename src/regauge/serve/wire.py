@@ -1,0 +1,239 @@
+"""The contract between the gateway and a worker process: JSON over HTTP/1.1, `Authorization: Bearer TOKEN`.
+
+| call | of | body | answer |
+|---|---|---|---|
+| `GET /health` | both | - | `Health` |
+| `POST /internal/generate` | decode | `Generate` | 200, then one `Event` a line (NDJSON) |
+| `POST /internal/prefill` | prefill | `Prefill` | 200 and `Prefilled`, once the KV cache is committed |
+| `DELETE /internal/requests/{request_id}` | both | - | 200 and `Aborted`; pages are freed |
+
+An error before the first byte of an answer is an `ErrorEvent` under the HTTP status that `STATUS` gives for
+its code. The decode stream carries *every* generated token, the one that prefill sampled included, and a stop
+token as well; `completion_tokens` counts them all. A finish or error event is the last line: a stream that ends
+without either means that the worker died. A client that closes its connection before then aborts the request. A
+worker keeps an idle connection for at least 5 seconds.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+from pathlib import Path
+from types import MappingProxyType
+from typing import Final, Literal
+
+import msgspec
+
+from regauge.config import Role, ServeConfig
+from regauge.engines.local.sampling import SamplingParams as SamplingParams  # re-exported
+from regauge.errors import ConfigError, ProtocolError
+
+GENERATE_PATH: Final = "/internal/generate"
+PREFILL_PATH: Final = "/internal/prefill"
+REQUESTS_PATH: Final = "/internal/requests"
+HEALTH_PATH: Final = "/health"
+NDJSON: Final = "application/x-ndjson"
+
+LOWEST_LOGPROB: Final = -9999.0
+"""JSON has no infinity: a token of probability zero is sent with this log-probability."""
+
+Code = Literal[
+    "bad_request",  # the body does not fit the contract
+    "unauthorized",  # wrong or missing bearer token
+    "duplicate_request",  # this request_id is in the house already
+    "prompt_too_large",  # the pool could not hold the request even if it were empty
+    "queue_full",  # try again later
+    "draining",  # the worker is shutting down
+    "transfer_failed",  # the KV cache did not arrive, or arrived wrong
+    "engine_failed",  # the model's computation failed
+    "aborted",  # somebody sent DELETE
+    "timeout",  # a limit of the worker passed
+]
+
+STATUS: Final = MappingProxyType[Code, int](
+    {
+        "bad_request": 400,
+        "unauthorized": 401,
+        "duplicate_request": 409,
+        "prompt_too_large": 413,
+        "queue_full": 429,
+        "aborted": 499,
+        "engine_failed": 500,
+        "transfer_failed": 502,
+        "draining": 503,
+        "timeout": 504,
+    }
+)
+"""HTTP status of an error that comes before the first byte of an answer."""
+
+
+class Generate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """To the decode worker: reserve pages, await the transfer, decode."""
+
+    request_id: str
+    transfer_id: str
+    token_ids: list[int]
+    sampling: SamplingParams
+    prefill: str
+    """Name of the prefill worker that will send the KV cache."""
+
+
+class Prefill(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """To the prefill worker: compute the prompt's KV cache and the first token, deliver both."""
+
+    request_id: str
+    transfer_id: str
+    token_ids: list[int]
+    sampling: SamplingParams
+    decode: str
+    """Name of the decode worker that takes the KV cache."""
+
+
+class TransferInfo(msgspec.Struct, frozen=True):
+    """One request's transfer: the verdict's path, bytes on the wire, pages filled, seconds taken."""
+
+    path: str
+    mode: Literal["fused", "mapped", "staged"]
+    wire_bytes: int
+    pages: int
+    seconds: float
+
+
+class TokenEvent(msgspec.Struct, frozen=True, tag_field="type", tag="token"):
+    """One generated token; `logprob` and `top` (id, logprob; likeliest first) only if asked for."""
+
+    token: int
+    logprob: float | None = None
+    top: list[tuple[int, float]] | None = None
+
+
+class FinishEvent(msgspec.Struct, frozen=True, tag_field="type", tag="finish"):
+    """The stream's good end: a stop token ("stop"), or max_tokens or the context limit ("length")."""
+
+    reason: Literal["stop", "length"]
+    prompt_tokens: int
+    completion_tokens: int
+    transfer: TransferInfo
+
+
+class ErrorEvent(msgspec.Struct, frozen=True, tag_field="type", tag="error"):
+    """The request failed; `worker` is the name of the worker that says so."""
+
+    code: Code
+    message: str
+    worker: str
+
+
+class Prefilled(msgspec.Struct, frozen=True, tag_field="type", tag="prefilled"):
+    """The KV cache is committed. `prefill_seconds` is computing, `transfer_seconds` what came after."""
+
+    first_token: int
+    computed_tokens: int
+    cached_tokens: int
+    prefill_seconds: float
+    transfer_seconds: float
+
+
+class Aborted(msgspec.Struct, frozen=True):
+    """Answer to a DELETE; `found` is false if the request was over already, or never came."""
+
+    found: bool
+
+
+class Health(msgspec.Struct, frozen=True):
+    """A worker's state: pages of its KV pool, requests that run and that wait."""
+
+    status: Literal["ok", "draining"]
+    role: Role
+    name: str
+    pid: int
+    model: str
+    free_pages: int
+    pages: int
+    running: int
+    waiting: int
+
+
+Event = TokenEvent | FinishEvent | ErrorEvent
+PrefillReply = Prefilled | ErrorEvent
+_EVENTS: Final = msgspec.json.Decoder(Event)
+
+
+class WorkerAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where a worker listens; `url` is like `http://127.0.0.1:9001`."""
+
+    name: str
+    role: Role
+    url: str
+
+
+class VerdictInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The pair's verdict: its path, and the sentence to show."""
+
+    path: str
+    text: str = ""
+
+
+class GatewaySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """All that the gateway's process needs; holds the bearer token, so its file is for the owner alone."""
+
+    config: ServeConfig
+    model_folder: str
+    model_name: str
+    token: str
+    workers: list[WorkerAddress]
+    verdict: VerdictInfo
+    log_json: bool = False
+
+    def __repr__(self) -> str:
+        """Leave the token out."""
+        return f"GatewaySpec(model_name={self.model_name!r}, workers={self.workers!r}, token=...)"
+
+
+def encode(message: msgspec.Struct) -> bytes:
+    """Return the JSON of a message, without a line end."""
+    return msgspec.json.encode(message)
+
+
+def encode_line(event: Event) -> bytes:
+    """Return one line of the NDJSON stream."""
+    return msgspec.json.encode(event) + b"\n"
+
+
+def decode_event(line: bytes) -> Event:
+    """Read one line of the NDJSON stream. Raises ProtocolError that quotes the line's beginning."""
+    try:
+        return _EVENTS.decode(line)
+    except msgspec.DecodeError as error:
+        raise ProtocolError(f"event from a worker: {error}: {line[:80]!r}") from error
+
+
+def bearer(token: str) -> str:
+    """Return the Authorization header's value."""
+    return f"Bearer {token}"
+
+
+def authorized(header: str | None, token: str) -> bool:
+    """Whether an Authorization header holds the token; compares in constant time."""
+    return hmac.compare_digest((header or "").encode("latin-1", "replace"), bearer(token).encode())
+
+
+def write_spec(path: Path, spec: GatewaySpec) -> None:
+    """Write the gateway's spec with mode 0600. Raises FileExistsError: it never writes into an old file."""
+    write_private(path, msgspec.json.encode(spec))
+
+
+def write_private(path: Path, data: bytes) -> None:
+    """Write a new file that only its owner can read. Raises FileExistsError: it never writes into an old file."""
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(data)
+
+
+def read_spec(path: Path) -> GatewaySpec:
+    """Read a gateway's spec. Raises ConfigError that names the file, and the field where one is wrong."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=GatewaySpec)
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}; `regauge serve` writes this file") from error
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{path}: {error}; `regauge serve` writes this file") from error

@@ -1,0 +1,289 @@
+"""A worker process: one engine, one KV pool, one side of the crossing, behind the internal HTTP API (`wire.py`).
+
+The life of a request on the decode worker: lease pages for prompt and answer, expect the transfer, and when it has been committed
+hand the pages and the first token to the engine. On the prefill worker: lease pages for the prompt, offer the transfer, compute once
+decode has granted its pages, mark layers ready as they are written, hand over the first token, wait for the commit.
+Whatever ends a request, its pages are freed when neither the engine nor a transfer can touch them any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Coroutine
+from typing import Any
+
+import msgspec
+import numpy as np
+import structlog
+
+from regauge.config import Role, ServeConfig
+from regauge.engines.local.kv import PagedKV
+from regauge.engines.local.model import LocalModel
+from regauge.engines.local.scheduler import Output, Request, Scheduler, pages_needed
+from regauge.engines.local.thread import EngineThread
+from regauge.errors import EngineError, ProtocolError, RegaugeError
+from regauge.move.crossing import Memory
+from regauge.move.inbound import InboundLinks
+from regauge.move.outbound import OutboundLinks, Outgoing
+from regauge.move.pages import PagePool
+from regauge.move.transport import Transport
+from regauge.serve import wire
+from regauge.serve.admission import Admission
+
+log = structlog.get_logger()
+
+
+class WorkerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """All that a worker's process needs; holds secrets, so its file is for the owner alone."""
+
+    config: ServeConfig
+    name: str
+    role: Role
+    model_folder: str
+    model_name: str
+    layout: bytes
+    """JSON of the pool's layout, with pages, regions not bound."""
+    token: str
+    key: str
+    """Pre-shared key of the transfer plane, in hex."""
+    port: int
+    control_port: int
+    """Where a decode worker takes prefill workers' control connections."""
+    peers: dict[str, tuple[str, int]]
+    """Control addresses of the decode workers, by name; for prefill workers."""
+    log_json: bool = False
+
+    def __repr__(self) -> str:
+        """Leave the secrets out."""
+        return f"WorkerSpec({self.name!r}, {self.role!r}, token=..., key=...)"
+
+
+class RefusalError(RegaugeError):
+    """A request that this worker does not take or cannot finish; carries the wire code."""
+
+    def __init__(self, code: wire.Code, message: str) -> None:
+        super().__init__(message)
+        self.code: wire.Code = code
+
+
+class Handover(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What decode needs beside the KV: the first token, and the random stream to go on with."""
+
+    token: int
+    seed: int
+    finish_reason: str | None = None
+    logprob: float | None = None
+    top: list[tuple[int, float]] | None = None
+
+
+class Worker:
+    """What both roles share. Built inside the event loop."""
+
+    def __init__(self, spec_: WorkerSpec, memory: Memory, model: LocalModel, transport: Transport) -> None:
+        self.spec = spec_
+        self.engine_config = spec_.config.prefill if spec_.role == "prefill" else spec_.config.decode
+        group = memory.layout.groups[0]
+        self.pool = PagePool(group.pages, group.page_size)
+        self.admission = Admission(self.pool)
+        self.memory = memory
+        self.transport = transport
+        c = self.engine_config
+        store = PagedKV(memory, dtype=model.dtype, max_new=c.chunk_tokens + c.max_batch, max_context=c.max_context)
+        self.scheduler = Scheduler(model, store, c)
+        self.engine = EngineThread(self.scheduler)
+        self.jobs: dict[str, asyncio.Task[Any]] = {}
+        self.draining = False
+
+    def admit(self, request_id: str, tokens: int, pages: int) -> None:
+        """Raise RefusalError for a request that cannot be taken at all."""
+        if self.draining:
+            raise RefusalError("draining", f"{self.spec.name} is shutting down")
+        if request_id in self.jobs:
+            raise RefusalError("duplicate_request", f"request {request_id!r} is here already")
+        if tokens >= self.scheduler.context:
+            raise RefusalError("bad_request", f"{tokens} tokens leave no room in a context of {self.scheduler.context}")
+        if pages > self.pool.pages:
+            raise RefusalError("prompt_too_large", f"{pages} pages are needed, the pool has {self.pool.pages}")
+        if len(self.jobs) >= self.spec.config.limits.max_queue:
+            raise RefusalError("queue_full", f"{len(self.jobs)} requests are here already")
+
+    def pages_for(self, prompt: int, sampling: wire.SamplingParams) -> int:
+        """Return the pages that a request takes here."""
+        need = pages_needed(prompt, sampling, self.pool.page_size, prefill_only=self.spec.role == "prefill")
+        return min(need, self.pool.pages_for(self.scheduler.context))
+
+    def start(self, request_id: str, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        """Run a request's work as a job that DELETE can find."""
+        job = asyncio.create_task(work)
+        self.jobs[request_id] = job
+        job.add_done_callback(lambda _: self.jobs.pop(request_id, None))
+        return job
+
+    async def abort(self, request_id: str) -> bool:
+        """End a job and wait until its pages are free or in quarantine."""
+        job = self.jobs.get(request_id)
+        if job is None:
+            return False
+        job.cancel()
+        await asyncio.wait([job])
+        return True
+
+    def error(self, error: BaseException) -> wire.ErrorEvent:
+        """Return what the gateway is told of a failure."""
+        code: wire.Code = "engine_failed"
+        if isinstance(error, RefusalError):
+            code = error.code
+        elif isinstance(error, asyncio.CancelledError):
+            code = "aborted"
+        elif isinstance(error, RegaugeError) and not isinstance(error, EngineError):
+            code = "transfer_failed"
+        return wire.ErrorEvent(code, str(error) or "the request was aborted", self.spec.name)
+
+    def health(self) -> wire.Health:
+        """Return the worker's state."""
+        return wire.Health(
+            status="draining" if self.draining else "ok", role=self.spec.role, name=self.spec.name, pid=os.getpid(),
+            model=self.spec.model_name, free_pages=self.pool.free, pages=self.pool.pages,
+            running=self.engine.running, waiting=max(len(self.jobs) - self.engine.running, 0))  # fmt: skip
+
+    async def close(self) -> None:
+        """End all jobs, then the engine."""
+        self.draining = True
+        for request_id in list(self.jobs):
+            await self.abort(request_id)
+        self.engine.stop()
+
+
+class DecodeWorker(Worker):
+    """Takes KV in, and decodes."""
+
+    def __init__(self, spec_: WorkerSpec, memory: Memory, model: LocalModel, transport: Transport) -> None:
+        super().__init__(spec_, memory, model, transport)
+        config = spec_.config.transfer
+        self.links = InboundLinks(spec_.name, bytes.fromhex(spec_.key), memory, transport, self.pool, config)
+        self.links.on_release = self.admission.pump
+
+    async def generate(self, body: wire.Generate, events: asyncio.Queue[wire.Event]) -> None:
+        """Serve one request: its events, the last of which is a finish or an error, go into the queue."""
+        try:
+            await self._generate(body, events)
+        except asyncio.CancelledError as error:
+            events.put_nowait(self.error(error))
+            raise
+        except RegaugeError as error:
+            events.put_nowait(self.error(error))
+
+    async def _generate(self, body: wire.Generate, events: asyncio.Queue[wire.Event]) -> None:
+        prompt = len(body.token_ids)
+        pages = await self.admission.lease(body.transfer_id, self.pages_for(prompt, body.sampling))
+        arrival = self.links.expect(body.transfer_id, body.prefill, prompt)
+        try:
+            arrived = await asyncio.shield(arrival)
+        except asyncio.CancelledError:
+            self.links.cancel(body.transfer_id, "the request was aborted")
+            if arrival.done() and arrival.exception() is None:
+                self._release(body.transfer_id)  # it had arrived in the same moment
+            raise
+        try:
+            first = msgspec.msgpack.decode(arrived.handover, type=Handover)
+            events.put_nowait(wire.TokenEvent(first.token, first.logprob, first.top))
+            info = wire.TransferInfo(arrived.path, arrived.mode, arrived.wire_bytes, len(pages), arrived.seconds)
+            count, reason = 1, first.finish_reason
+            if reason is None:
+                count, reason = await self._decode(body, first, pages, events)
+            final: Any = reason
+            events.put_nowait(wire.FinishEvent(final, prompt, count, info))
+        except msgspec.DecodeError as error:
+            raise ProtocolError(f"hand-over from {body.prefill}: {error}") from error
+        finally:
+            await asyncio.shield(self._let_go(body))
+
+    async def _decode(
+        self, body: wire.Generate, first: Handover, pages: list[int], events: asyncio.Queue[wire.Event]
+    ) -> tuple[int, str]:
+        outputs: asyncio.Queue[Output] = asyncio.Queue()
+        request = Request(
+            id=body.request_id, token_ids=tuple(body.token_ids), pages=np.array(pages, np.int64), arrived=time.monotonic(),
+            sampling=msgspec.structs.replace(body.sampling, seed=first.seed),
+            computed=len(body.token_ids), generated=(first.token,))  # fmt: skip
+        await self.engine.add(request, outputs.put_nowait)
+        while True:
+            output = await outputs.get()
+            if output.error is not None:
+                raise output.error
+            top = list(output.top) if output.top is not None else None
+            events.put_nowait(wire.TokenEvent(output.token, output.logprob, top))
+            if output.finish_reason is not None:
+                return output.index + 1, output.finish_reason
+
+    async def _let_go(self, body: wire.Generate) -> None:
+        await self.engine.abort(body.request_id)
+        self._release(body.transfer_id)
+
+    def _release(self, transfer: str) -> None:
+        self.pool.release(transfer)
+        self.admission.pump()
+
+
+class PrefillWorker(Worker):
+    """Computes prompts, and sends their KV out."""
+
+    def __init__(self, spec_: WorkerSpec, memory: Memory, model: LocalModel, transport: Transport) -> None:
+        super().__init__(spec_, memory, model, transport)
+        self.links = OutboundLinks(spec_.name, bytes.fromhex(spec_.key), memory, transport, spec_.config.transfer)
+
+    async def prefill(self, body: wire.Prefill) -> wire.Prefilled:
+        """Serve one request. Raises RegaugeError for what went wrong."""
+        prompt = len(body.token_ids)
+        if body.decode not in self.spec.peers:
+            raise RefusalError("bad_request", f"{self.spec.name} knows no decode worker {body.decode!r}")
+        pages = np.array(await self.admission.lease(body.transfer_id, self.pages_for(prompt, body.sampling)), np.int64)
+        quiet = asyncio.Event()
+        out: Outgoing | None = None
+        try:
+            out = await self.links.start(
+                body.transfer_id, body.decode, self.spec.peers[body.decode], pages, prompt, quiet.set)  # fmt: skip
+            await out.wait_granted()
+            return await self._compute(body, pages, out)
+        finally:
+            if out is not None:
+                out.cancel("the request was aborted")
+            else:
+                quiet.set()
+            await asyncio.shield(self._let_go(body, quiet))
+
+    async def _compute(self, body: wire.Prefill, pages: Any, out: Outgoing) -> wire.Prefilled:
+        started = time.monotonic()
+        output: asyncio.Future[Output] = asyncio.get_running_loop().create_future()
+        request = Request(
+            id=body.request_id, token_ids=tuple(body.token_ids), sampling=body.sampling, pages=pages,
+            arrived=started, prefill_only=True)  # fmt: skip
+        await self.engine.add(
+            request,
+            lambda o: None if output.done() else output.set_result(o),
+            lambda layer, start, count: out.ready((layer, layer + 1), (start, start + count)),
+        )
+        waiting: list[asyncio.Future[Any]] = [output, out.finished]
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        if not output.done():
+            await out.done()  # the transfer failed while the engine computed
+        first = output.result()
+        if first.error is not None:
+            raise first.error
+        computed = time.monotonic()
+        reason = None if first.finish_reason == "prefill" else first.finish_reason
+        top = list(first.top) if first.top is not None else None
+        out.finish(msgspec.msgpack.encode(Handover(first.token, first.seed, reason, first.logprob, top)))
+        await out.done()
+        return wire.Prefilled(
+            first_token=first.token, computed_tokens=len(body.token_ids), cached_tokens=0,
+            prefill_seconds=computed - started, transfer_seconds=time.monotonic() - computed)  # fmt: skip
+
+    async def _let_go(self, body: wire.Prefill, quiet: asyncio.Event) -> None:
+        """Free the pages when neither the engine nor a write reads them any more."""
+        await self.engine.abort(body.request_id)
+        await quiet.wait()
+        self.pool.release(body.transfer_id)
+        self.admission.pump()

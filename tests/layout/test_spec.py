@@ -1,0 +1,126 @@
+"""A layout is data: it survives a file, and what is wrong with it is named by field."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from regauge.errors import LayoutError
+from regauge.layout.presets import from_short
+from regauge.layout.spec import (
+    Layout,
+    Model,
+    Region,
+    Rope,
+    Shard,
+    decode,
+    encode,
+    format_layers,
+    parse_layers,
+    parse_order,
+    validate,
+)
+from strategies import EIGHT_BIT, FLOATS, layouts, models
+
+MODEL = Model("m", num_layers=4, kv_heads=4, head_dim=8, rope=Rope(10_000.0, 8))
+
+
+@given(data=st.data(), form=st.sampled_from(["toml", "json"]))
+@settings(max_examples=60, deadline=None)
+def test_a_layout_survives_a_file(data: st.DataObject, form: str) -> None:
+    layout = data.draw(layouts(data.draw(models()), (*FLOATS, *EIGHT_BIT)))
+    assert decode(encode(layout, format=form), format=form) == layout
+
+
+@pytest.mark.parametrize("form", ["toml", "json"])
+@given(text=st.binary(max_size=200))
+def test_any_bytes_give_a_layout_or_a_layout_error(form: str, text: bytes) -> None:
+    with pytest.raises(LayoutError):
+        decode(text, format=form)
+
+
+def test_an_unknown_field_is_refused_with_its_path() -> None:
+    text = encode(from_short("bf16", MODEL), format="toml").decode().replace("page_size", "pagesize")
+    with pytest.raises(LayoutError, match=r"`pagesize`.*\$\.groups\[0\]"):
+        decode(text.encode(), format="toml")
+
+
+def broken(path: str, value: object) -> Layout:
+    """A sound layout with one field changed, through its plain form."""
+    plain = msgspec.to_builtins(from_short("fp8_e4m3,page=4,scale=head", MODEL, pages=2))
+    *parents, last = path.split(".")
+    target = plain
+    for step in parents:
+        target = target[int(step) if step.isdigit() else step]
+    target[int(last) if last.isdigit() else last] = value
+    return msgspec.convert(plain, Layout)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("model.num_layers", 0, "model.num_layers: 0 is not positive"),
+        ("model.num_layers", 3, r"groups\[0\].layers: layer 3 of a model with 3"),
+        ("model.head_dim", 16, r"groups\[0\].components\[0\].dim: 8, but the model's head dim is 16"),
+        ("shard", {"tp_rank": 2, "tp_size": 2}, "shard.tp_rank: rank 2 of 2"),
+        ("shard", {"tp_size": 3}, "shard.tp_size: 4 KV heads do not divide over 3 ranks"),
+        ("shard", {"tp_size": 2}, "components.*heads: 4 heads, but rank 0 of 2 holds 2 of the model's 4 KV heads"),
+        ("groups", [], "groups: a layout needs at least one group"),
+        ("groups.0.page_size", 0, "page_size: 0 is not positive"),
+        ("groups.0.pages", -1, "pages: -1 pages"),
+        ("groups.0.layers", "3-1", "ascending"),
+        ("groups.0.layers", "a", "not a list of layers"),
+        ("groups.0.components.1.name", "k", "must be given and differ"),
+        ("groups.0.components.0.dtype", "fp7", "unknown dtype 'fp7'; known are float32"),
+        ("groups.0.components.0.at.order", "layer page token dim", "lacks head"),
+        ("groups.0.components.0.at.order", "page token head dim", "either as an axis of the order or as"),
+        ("groups.0.components.0.at.order", "layer page token head dim dim:3", "dim of size 8 cannot be split by 3"),
+        ("groups.0.components.0.at.order", "layer page token head dim dim", "named twice"),
+        ("groups.0.components.0.at.order", "layer page token head dim:4 dim", "outer part is missing"),
+        ("groups.0.components.0.at.order", "layer page:2 token head dim", "can be split"),
+        ("groups.0.components.0.at.order", "layer page tokens head dim", "unknown axis 'tokens'"),
+        ("groups.0.components.0.at.order", "layer token head dim", "lacks the page"),
+        ("groups.0.components.0.at.offset", -8, "offset: -8 is negative"),
+        ("groups.0.components.0.at.strides", {"lane": 4}, "'lane' is no axis"),
+        ("groups.0.components.0.at.strides", {"page": 0}, "strides.page: 0 is not positive"),
+        ("groups.0.components.0.scale", {"per": "tensor"}, "scale: give either"),
+        ("groups.0.components.0.scale", {"per": "token_head", "values": 1.0}, "say where they are stored"),
+        ("groups.0.components.0.scale", {"per": "head", "values": [1.0]}, "1 values for 4 layers"),
+        ("groups.0.components.0.scale", {"per": "tensor", "values": [[1.0, 1.0, 1.0, 2.0]] * 4}, "per tensor"),
+        ("groups.0.components.0.scale", {"per": "tensor", "values": 0.0}, "finite and positive"),
+        ("groups.0.components.0.scale", {"per": "head", "at": {"order": "layer page token head"}}, "are per token_head"),
+        ("groups.0.components.0.scale", {"per": "token_head", "at": {"order": "layer page token head dim"}}, "no dim axis"),
+        ("regions", [{"name": "k", "nbytes": 1}, {"name": "k", "nbytes": 2}], "two regions have the same name"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_named(path: str, value: object, message: str) -> None:
+    with pytest.raises(LayoutError, match=message):
+        validate(broken(path, value))
+
+
+@given(st.lists(st.integers(0, 200), min_size=1, max_size=20, unique=True))
+def test_layer_lists_read_back(ids: list[int]) -> None:
+    assert parse_layers(format_layers(tuple(ids))) == tuple(ids)
+    step = format_layers(tuple(range(3, 60, 4)))
+    assert step == "3-59:4"
+    assert parse_layers("0-2, 7") == (0, 1, 2, 7)
+
+
+def test_an_order_names_each_axis_once_outermost_first() -> None:
+    assert parse_order("page head dim token dim:8") == (
+        ("page", None), ("head", None), ("dim", None), ("token", None), ("dim", 8))  # fmt: skip
+
+
+def test_the_digest_tells_layouts_apart_but_not_addresses() -> None:
+    a = from_short("bf16", MODEL, pages=2)
+    bound = msgspec.structs.replace(a, regions=[Region("k", 64, base=4096), Region("v", 64, base=8192)])
+    moved = msgspec.structs.replace(a, regions=[Region("k", 64, base=1), Region("v", 64, base=2)])
+    assert bound.digest() == moved.digest() != a.digest()
+    assert from_short("bf16", MODEL).digest() != from_short("fp16", MODEL).digest()
+
+
+@pytest.mark.parametrize(("size", "rank", "heads"), [(1, 0, [0, 1, 2, 3]), (2, 1, [2, 3]), (4, 2, [2]), (8, 5, [2])])
+def test_ranks_share_or_replicate_heads(size: int, rank: int, heads: list[int]) -> None:
+    assert list(Shard(rank, size).heads(4)) == heads

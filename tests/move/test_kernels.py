@@ -1,0 +1,382 @@
+"""Every backend and instruction set writes the same bytes as the reference, and nothing outside the target boxes."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from regauge.move import kernels, reference
+from regauge.plan.tiles import Convert, Int64, Tiles
+
+ISAS = ("portable", "avx2") if kernels.isa() == "avx2" else ("portable",)
+DTYPES = tuple(reference.ITEMSIZE)
+FP8 = ("float8_e4m3fn", "float8_e5m2")
+GUARD = 192
+
+SCALES: tuple[float, ...] = (0.37, 0.0123, -3.3, 1e-30, 1e30, 1e-42, 2.0**-126, 2.0, 0.0, np.inf)
+
+
+def address(array: np.ndarray, *offsets: int) -> Int64:
+    return np.array([array.ctypes.data + o for o in (offsets or (0,))], np.int64)
+
+
+def filler() -> tuple[Tiles, tuple[np.ndarray, np.ndarray]]:
+    """A copy that lifts a call's output over the size from which on stores bypass the cache; with its buffers."""
+    a, b = np.zeros(1 << 20, np.uint8), np.zeros(1 << 20, np.uint8)
+    return Tiles(address(a), address(b), (), (), (), len(a)), (a, b)
+
+
+@dataclass
+class Case:
+    """Tiles over their own buffers: run them anywhere, from the same start, and compare all bytes of all outputs."""
+
+    tiles: Tiles
+    outputs: Sequence[np.ndarray]
+    keep: Sequence[np.ndarray]
+
+    def run(self, **how: object) -> list[np.ndarray]:
+        before = [o.copy() for o in self.outputs]
+        stream = how.pop("stream", False)
+        extra, _buffers = filler()
+        kernels.run([self.tiles, extra] if stream else [self.tiles], **how)  # type: ignore[arg-type]
+        results = [o.copy() for o in self.outputs]
+        for output, start in zip(self.outputs, before, strict=True):
+            output[...] = start
+        return results
+
+    def check(self, *, threads: int = 1, stream: bool = False) -> None:
+        expected = self.run(backend="numpy")
+        for isa in ISAS:
+            for got, want in zip(self.run(isa=isa, threads=threads, stream=stream), expected, strict=True):
+                assert np.array_equal(got, want), f"isa {isa}"
+
+
+# ---- formats: every 16-bit and 8-bit input, raw 32-bit inputs ----
+
+
+def row(codes: np.ndarray, src: str, dst: str, **scales: object) -> Case:
+    """One row of all `codes` in order; `scales`: src_scale, dst_scale (floats), rule, dynamic."""
+    out = np.full(len(codes) * reference.ITEMSIZE[dst] + 2 * GUARD, 0xA5, np.uint8)
+    keep, outputs = [codes], [out]
+    for name in ("src_scale", "dst_scale"):
+        if name in scales:
+            array = np.array([scales[name]], np.float32)
+            keep.append(array)
+            if scales.get("dynamic") and name == "dst_scale":
+                outputs.append(array)
+            scales[name] = address(array)
+    convert = Convert(src, dst, codes.dtype.itemsize, reference.ITEMSIZE[dst], **scales)  # type: ignore[arg-type]
+    return Case(Tiles(address(codes), address(out, GUARD), (), (), (), len(codes), convert), outputs, keep)
+
+
+def codes_of(dtype: str) -> np.ndarray:
+    size = reference.ITEMSIZE[dtype]
+    if size < 4:
+        return np.arange(256**size, dtype=f"u{size}")
+    return np.random.default_rng(3).integers(0, 2**32, 30_011, dtype=np.uint32)
+
+
+@pytest.mark.parametrize("dst", DTYPES)
+@pytest.mark.parametrize("src", DTYPES)
+def test_all_inputs_without_a_scale(src: str, dst: str) -> None:
+    row(codes_of(src), src, dst).check()
+
+
+@pytest.mark.parametrize("rule", ["reciprocal", "divide"])
+@pytest.mark.parametrize("dst", DTYPES)
+@pytest.mark.parametrize("src", DTYPES)
+def test_all_inputs_with_odd_scales(src: str, dst: str, rule: str) -> None:
+    codes = codes_of(src)
+    for s in SCALES:
+        row(codes, src, dst, src_scale=s, rule=rule).check()
+        row(codes, src, dst, dst_scale=s, rule=rule).check()
+    row(codes, src, dst, src_scale=1.7, dst_scale=0.9, rule=rule).check(stream=True)
+
+
+@pytest.mark.parametrize("dst", FP8)
+@pytest.mark.parametrize("src", ["bfloat16", "float16"])
+def test_codes_equal_torch_after_an_explicit_clamp(src: str, dst: str) -> None:
+    torch = pytest.importorskip("torch")
+    codes = codes_of(src)
+    values = torch.from_numpy(codes.view(np.int16).copy()).view(getattr(torch, src)).float()
+    most = reference.MAX_FINITE[dst]
+    for s in (1.0, 0.37, 0.0123):
+        scaled = values * torch.tensor(np.float32(1) / np.float32(s))
+        want = scaled.clamp(-most, most).to(getattr(torch, dst)).view(torch.uint8).numpy()
+        got = row(codes, src, dst, dst_scale=s).run()[0][GUARD:-GUARD]
+        assert np.array_equal(got, want)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.binary(min_size=4, max_size=700),
+    st.sampled_from(DTYPES),
+    st.none() | st.integers(0, 2**32 - 1),
+    st.booleans(),
+)
+def test_raw_float32_bits(raw: bytes, dst: str, scale_bits: int | None, divide: bool) -> None:
+    codes = np.frombuffer(raw[: len(raw) // 4 * 4], np.uint32).copy()
+    scales: dict[str, object] = {"rule": "divide" if divide else "reciprocal"}
+    if scale_bits is not None:
+        scale = np.array([scale_bits], np.uint32).view(np.float32)[0]
+        scales["dst_scale"] = 1.0 if np.isnan(scale) else scale
+    row(codes, "float32", dst, **scales).check()
+
+
+@pytest.mark.parametrize("dst", FP8)
+@pytest.mark.parametrize("src", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("rule", ["reciprocal", "divide"])
+def test_dynamic_scales_of_special_rows(src: str, dst: str, rule: str) -> None:
+    subnormal, nan, inf = 1e-40 if src != "float16" else 6e-8, np.nan, np.inf
+    rng = np.random.default_rng(5)
+    for special in ([], [0.0] * 77, [nan], [-nan], [inf], [-inf, nan], [subnormal, 0.0], [60000.0]):
+        values = np.array([*special, *([] if special[:1] == [0.0] else rng.normal(size=77) * 1e-3)], np.float32)
+        codes = reference.encode(values, src, np.signbit(values))
+        if subnormal in special:
+            codes = codes[:2].copy()
+        row(codes, src, dst, dst_scale=-1.0, dynamic=True, rule=rule).check()
+        row(codes, src, dst, src_scale=0.7, dst_scale=-1.0, dynamic=True, rule=rule).check()
+
+
+# ---- boxes: random shapes, orders of axes, alignments ----
+
+
+def strides_in(order: Sequence[int], shape: Sequence[int], size: int, pad: int) -> tuple[int, ...]:
+    """Byte strides of axes that lie in `order` (outermost first), elements of `size` bytes, `pad` bytes after each axis."""
+    strides, at = [0] * len(shape), size
+    for axis in reversed(order):
+        strides[axis] = at
+        at = at * shape[axis] + pad
+    return tuple(strides)
+
+
+def span(shape: Sequence[int], strides: Sequence[int], size: int) -> int:
+    return size + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+
+
+def noise(count: int) -> np.ndarray:
+    return np.random.default_rng(count).integers(0, 256, count, dtype=np.uint8)
+
+
+@st.composite
+def shapes(draw: st.DrawFn, most: int) -> list[int]:
+    shape = draw(st.lists(st.sampled_from([1, 2, 3, 4, 5, 7, 8, 16, 17, 33]), max_size=4))
+    while math.prod(shape) > most:
+        shape.pop()
+    return shape
+
+
+@st.composite
+def copies(draw: st.DrawFn) -> Case:
+    run = draw(st.integers(1, 300) | st.sampled_from([1, 2, 4, 8, 64, 128, 256]))
+    shape = draw(shapes(max(1, 20_000 // run)))
+    n = draw(st.integers(0, 4))
+    pads = draw(st.tuples(st.sampled_from([0, 0, 3]), st.sampled_from([0, 0, 5])))
+    ss, ds = (strides_in(draw(st.permutations(range(len(shape)))), shape, run, pad) for pad in pads)
+    if shape and draw(st.booleans()):  # a source that is read again along one axis: a replicated KV head
+        axis = draw(st.integers(0, len(shape) - 1))
+        ss = tuple(0 if j == axis else s for j, s in enumerate(ss))
+    align = draw(st.tuples(st.integers(0, 70), st.integers(0, 70)))
+    steps = [span(shape, s, run) + draw(st.integers(0, 9)) for s in (ss, ds)]
+    src, dst = noise(n * steps[0] + 70), noise(n * steps[1] + 70 + 2 * GUARD)
+    a = address(src, *(align[0] + i * steps[0] for i in range(n))) if n else np.zeros(0, np.int64)
+    order = draw(st.permutations(range(n)))
+    b = address(dst, *(GUARD + align[1] + i * steps[1] for i in order)) if n else np.zeros(0, np.int64)
+    return Case(Tiles(a, b, tuple(shape), ss, ds, run), [dst], [src])
+
+
+@settings(max_examples=150, deadline=None)
+@given(copies(), st.integers(1, 3), st.booleans())
+def test_copies_of_random_boxes(case: Case, threads: int, stream: bool) -> None:
+    case.check(threads=threads, stream=stream)
+
+
+@st.composite
+def conversions(draw: st.DrawFn) -> Case:
+    src_dtype, dst_dtype = draw(st.sampled_from(DTYPES)), draw(st.sampled_from(DTYPES))
+    sizes = reference.ITEMSIZE[src_dtype], reference.ITEMSIZE[dst_dtype]
+    run = draw(st.integers(1, 300) | st.sampled_from([32, 64, 128, 600]))
+    shape = draw(shapes(max(1, 6_000 // run)))
+    axes, n = len(shape), draw(st.integers(1, 3))
+    row_axes = draw(st.integers(0, min(2, axes)))
+    full = [*shape, run]
+    contiguous = draw(st.booleans())
+    steps: list[tuple[int, ...]] = []
+    for size in sizes:
+        order = [*draw(st.permutations(range(axes))), axes] if contiguous else draw(st.permutations(range(axes + 1)))
+        steps.append(strides_in(order, full, size, draw(st.sampled_from([0, 0, 3]))))
+    gaps = [span(full, s, size) for s, size in zip(steps, sizes, strict=True)]
+    src, dst = noise(n * gaps[0] + 70), noise(n * gaps[1] + 70 + 2 * GUARD)
+    a = address(src, *(draw(st.integers(0, 70)) + i * gaps[0] for i in range(n)))
+    shift = draw(st.integers(0, 70))
+    b = address(dst, *(GUARD + shift + i * gaps[1] for i in range(n)))
+    outputs, keep = [dst], [src]
+    dynamic = dst_dtype in FP8 and draw(st.booleans())
+    free = shape[: axes - row_axes]
+    operands: dict[str, object] = {}
+    for name in ("src_scale", "dst_scale"):
+        if not (draw(st.booleans()) or (dynamic and name == "dst_scale")):
+            continue
+        rows = math.prod(free)
+        values = np.random.default_rng(rows).lognormal(size=n * rows).astype(np.float32)
+        shared = not dynamic and draw(st.booleans())
+        strides = [0] * axes if shared else [*strides_in(range(len(free)), free, 4, 0), *[0] * row_axes]
+        operands[name] = address(values, *(4 * i * rows for i in range(n)))
+        operands[f"{name}_stride"] = tuple(strides)
+        (outputs if dynamic and name == "dst_scale" else keep).append(values)
+    rule = draw(st.sampled_from(["reciprocal", "divide"]))
+    convert = Convert(src_dtype, dst_dtype, steps[0][-1], steps[1][-1], rule, row_axes, dynamic=dynamic, **operands)  # type: ignore[arg-type]
+    return Case(Tiles(a, b, tuple(shape), steps[0][:-1], steps[1][:-1], run, convert), outputs, keep)
+
+
+@settings(max_examples=200, deadline=None)
+@given(conversions(), st.integers(1, 3), st.booleans())
+def test_conversions_of_random_boxes(case: Case, threads: int, stream: bool) -> None:
+    case.check(threads=threads, stream=stream)
+
+
+# ---- sizes at which threads and streaming set in ----
+
+
+def page_case(shape: tuple[int, ...], src: Sequence[int], dst: Sequence[int], tiles: int, run: int, align: int) -> Case:
+    """`tiles` boxes in a shuffled order; axes lie in the orders `src` and `dst`."""
+    ss, ds = strides_in(src, shape, run, 0), strides_in(dst, shape, run, 0)
+    size = math.prod(shape) * run
+    a, b = noise(tiles * size), noise(tiles * size + 2 * GUARD + 64)
+    start = -b.ctypes.data % 64 + GUARD // 64 * 64 + align
+    order = np.random.default_rng(9).permutation(tiles)
+    return Case(
+        Tiles(address(a, *range(0, len(a), size)), address(b, *(start + order * size)), shape, ss, ds, run),
+        [b],
+        [a],
+    )
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("align", [0, 16, 1])
+@pytest.mark.parametrize(
+    ("shape", "src", "dst", "tiles", "run"),
+    [
+        pytest.param((16, 8), (0, 1), (1, 0), 45, 256, id="nhd-hnd"),
+        pytest.param((16, 8), (1, 0), (0, 1), 91, 128, id="hnd-nhd-1-byte"),
+        pytest.param((4, 16, 72), (0, 2, 1), (1, 0, 2), 131, 2, id="dim-major-page"),
+        pytest.param((3, 33, 77), (0, 2, 1), (1, 0, 2), 55, 4, id="odd-transpose"),
+        pytest.param((), (), (), 1, 1_300_021, id="one-long-run"),
+        pytest.param((3,), (0,), (0,), 5, 100_003, id="long-odd-runs"),
+    ],
+)
+def test_large_copies(
+    shape: tuple[int, ...],
+    src: Sequence[int],
+    dst: Sequence[int],
+    tiles: int,
+    run: int,
+    align: int,
+    threads: int,
+) -> None:
+    page_case(shape, src, dst, tiles, run, align).check(threads=threads)
+
+
+def convert_pages(case: Case, src: str, dst: str, **scales: object) -> Case:
+    """Turn a case of copies of 1-byte elements into conversions: element strides grow with the element sizes."""
+    t, (a, b) = case.tiles, (reference.ITEMSIZE[src], reference.ITEMSIZE[dst])
+    source, target = noise(len(case.keep[0]) * a), noise((len(case.outputs[0])) * b)
+    at = -target.ctypes.data % 64 + 64
+    convert = Convert(src, dst, a, b, **scales)  # type: ignore[arg-type]
+    moved = dataclasses.replace(
+        t,
+        src=source.ctypes.data + (t.src - t.src.min()) * a,
+        dst=target.ctypes.data + at + (t.dst - t.dst.min()) * b,
+        src_stride=tuple(s * a for s in t.src_stride),
+        dst_stride=tuple(s * b for s in t.dst_stride),
+        convert=convert,
+    )
+    return Case(moved, [target], [source])
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize(
+    ("src", "dst"),
+    [
+        ("bfloat16", "float8_e4m3fn"),
+        ("float8_e4m3fn", "bfloat16"),
+        ("float32", "bfloat16"),
+        ("float16", "float8_e5m2"),
+    ],
+)
+def test_large_conversions(src: str, dst: str, threads: int) -> None:
+    pages = page_case((16, 8), (0, 1), (1, 0), 80, 128, 0)
+    scale = np.array([0.37], np.float32)
+    one = np.full(80, scale.ctypes.data, np.int64)
+    convert_pages(pages, src, dst, dst_scale=one, dst_scale_stride=(0, 0)).check(threads=threads, stream=True)
+    convert_pages(pages, src, dst).check(threads=threads, stream=True)
+    flat = page_case((), (), (), 1, 600_011, 0)
+    convert_pages(flat, src, dst).check(threads=threads)
+
+
+@pytest.mark.parametrize("row_axes", [0, 1])
+def test_large_dynamic_conversions(row_axes: int) -> None:
+    pages = page_case((16, 8), (0, 1), (1, 0), 60, 128, 0)
+    scales = np.zeros(60 * 16 * 8, np.float32)
+    case = convert_pages(
+        pages,
+        "bfloat16",
+        "float8_e4m3fn",
+        dynamic=True,
+        row_axes=row_axes,
+        dst_scale=address(scales, *range(0, scales.nbytes, 16 * 8 * 4)),
+        dst_scale_stride=(32, 0 if row_axes else 4),
+    )
+    Case(case.tiles, [*case.outputs, scales], case.keep).check(threads=2, stream=True)
+
+
+# ---- arguments ----
+
+
+@pytest.fixture
+def good() -> Iterator[Tiles]:
+    src, dst = np.arange(64, dtype=np.uint8), np.zeros(64, np.uint8)
+    yield Tiles(address(src), address(dst), (2, 2), (8, 4), (8, 4), 4)
+    assert not dst.any(), "a refused call must write nothing"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"shape": (1,) * 9, "src_stride": (0,) * 9, "dst_stride": (0,) * 9}, "at most 8"),
+        ({"shape": (2, -1)}, "negative"),
+        ({"run": -4}, "negative"),
+        ({"src_stride": (8,)}, "1 strides"),
+        ({"dst_stride": (8, 4, 2)}, "3 strides"),
+        ({"dst": np.zeros(2, np.int64)}, "2 addresses"),
+        ({"dst": np.zeros(1, np.int32)}, "int64"),
+        ({"convert": Convert("float16", "float64", 2, 8)}, "unknown dtype 'float64'"),
+        ({"convert": Convert("float16", "float32", 2, 4, rule="half")}, "rule"),  # type: ignore[arg-type]
+        ({"convert": Convert("float16", "float32", 2, 4, row_axes=3)}, "row_axes"),
+        ({"convert": Convert("float16", "float32", 2, 4, dynamic=True)}, "fp8"),
+        ({"convert": Convert("float16", "float8_e5m2", 2, 1, dynamic=True)}, "dst_scale"),
+        ({"convert": Convert("float16", "float32", 2, 4, src_scale=np.zeros(1, np.int64))}, "0 strides"),
+    ],
+)
+def test_malformed_tiles_are_refused_before_anything_is_written(
+    good: Tiles, change: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        kernels.run([good, dataclasses.replace(good, **change)])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("how", [{"threads": 0}, {"isa": "avx1024"}, {"backend": "cuda"}])
+def test_unknown_ways_to_run_are_refused(good: Tiles, how: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=next(iter(how))):
+        kernels.run([good], **how)  # type: ignore[arg-type]
+
+
+def test_empty_boxes_write_nothing(good: Tiles) -> None:
+    kernels.run([dataclasses.replace(good, shape=(2, 0)), dataclasses.replace(good, run=0)])
