@@ -115,7 +115,7 @@ def mark_all(sent: Outgoing, tokens: int, *, chunk: int = 100) -> None:
 async def settle(condition: Callable[[], bool]) -> None:
     """Wait until a condition holds that no event announces."""
     async with asyncio.timeout(20):
-        while not condition():
+        while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
 

@@ -128,7 +128,7 @@ def test_more_slabs_than_fit_one_message(owner: ShmTransport, writer: ShmTranspo
 
 
 def test_nothing_in_a_file_system_names_the_memory(owner: ShmTransport, peer: ShmPeer) -> None:
-    assert owner.address not in " ".join(str(path) for path in Path("/dev/shm").iterdir())
+    assert owner.address not in " ".join(str(path) for path in Path("/dev/shm").iterdir())  # noqa: S108
     assert not Path(owner.address).exists()
     assert len(owner.address) > 32
 

@@ -21,7 +21,7 @@ from regauge.move.transport import Exported, Peer, Region, decode_export, new_se
 
 KEY = b"0123456789abcdef" * 2
 MIB = 1 << 20
-WILDCARD = "0.0.0.0"
+WILDCARD = "0.0.0.0"  # noqa: S104
 
 
 def pieces(*rows: tuple[int, int, int]) -> npt.NDArray[np.int64]:

@@ -333,7 +333,7 @@ def _positive(value: int, path: str) -> None:
         raise LayoutError(f"{value} is not positive", path=path)
 
 
-def decode(data: bytes, *, format: Literal["toml", "json"]) -> Layout:
+def decode(data: bytes, *, format: Literal["toml", "json"]) -> Layout:  # noqa: A002
     """Read a layout. Raises LayoutError with the path of the field that is unknown, missing or wrong."""
     try:
         layout = msgspec.toml.decode(data, type=Layout) if format == "toml" else msgspec.json.decode(data, type=Layout)
@@ -342,7 +342,7 @@ def decode(data: bytes, *, format: Literal["toml", "json"]) -> Layout:
     return validate(layout)
 
 
-def encode(layout: Layout, *, format: Literal["toml", "json"]) -> bytes:
+def encode(layout: Layout, *, format: Literal["toml", "json"]) -> bytes:  # noqa: A002
     """Write a layout; `decode` gives it back."""
     plain: Any = msgspec.to_builtins(layout)
     return msgspec.toml.encode(plain) if format == "toml" else msgspec.json.format(msgspec.json.encode(plain), indent=2)

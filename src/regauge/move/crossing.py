@@ -128,7 +128,7 @@ class Writer:
         return int(list_[:, 2].sum())
 
     def _write_staged(self, chunk: Write, src: Side, layers: tuple[int, ...], deadline_s: float) -> int:
-        assert self.staging is not None and self._slot is not None and chunk.slot is not None
+        assert self.staging is not None and self._slot is not None and chunk.slot is not None  # noqa: PT018, S101  # checked at the start of the link
         count = chunk.tokens[1] - chunk.tokens[0]
         gather, _ = self._wire.halves(self.pair, count)
         size = self._wire.layer_bytes(self.pair, count)

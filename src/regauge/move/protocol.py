@@ -369,7 +369,7 @@ class LinkLimits:
 
     slots: int = 0
     """Staging slots of the receiver; 0: chunks go straight into pages."""
-    layers_for: Callable[[int], int] = lambda tokens: 1 << 30
+    layers_for: Callable[[int], int] = lambda tokens: 1 << 30  # noqa: ARG005
     """Most layers of a chunk of so many tokens: what fits into a slot; 0: not even one does."""
 
 

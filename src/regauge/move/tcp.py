@@ -61,7 +61,7 @@ class TcpTransport(Transport):
     ) -> None:
         super().__init__(name)
         self._key = key
-        wildcard = host in ("0.0.0.0", "::")
+        wildcard = host in ("0.0.0.0", "::")  # noqa: S104  # compared with, to ask for the address to advertise
         if wildcard and advertise is None:
             raise ConfigError(f"host {host} is a wildcard; say with `advertise` which address peers connect to")
         family = socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -90,7 +90,7 @@ class Ticket:
         for fn in callbacks:
             try:
                 fn(self)
-            except Exception:
+            except Exception:  # noqa: BLE001  # a caller's mistake must not end the thread that serves every other ticket
                 _log.exception("a ticket's callback raised")
         return True
 

@@ -105,7 +105,7 @@ class Plan:
         return tuple(dict.fromkeys(lane.pair for lane in self.lanes))
 
 
-def compile(prefill: Layout, decode: Layout) -> Plan:
+def compile(prefill: Layout, decode: Layout) -> Plan:  # noqa: A001  # the field's own word for it
     """Compile a pair of layouts. Raises Refused, with every reason, where `check` refuses."""
     verdict = check(prefill, decode)
     if verdict.path == "REFUSED":
@@ -219,7 +219,7 @@ def _scale_cursor(
         return None
     if scale.view is not None:
         return _Cursor(scale.view, side, group, layers, first)
-    assert scale.table is not None
+    assert scale.table is not None  # noqa: S101  # an operand is one or the other
     cursor = _Cursor.__new__(_Cursor)
     rows = np.array([lane.layers.index(x) for x in layers]) * scale.table.strides[0] + scale.table.ctypes.data
     cursor.addresses, cursor.step = np.repeat(rows, len(first)), 0

@@ -159,14 +159,14 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 async def _on_api_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, ApiError)  # by registration
+    assert isinstance(error, ApiError)  # noqa: S101  # by registration
     request.scope["state"]["summary"] = {observe.ERROR: str(error)}
     return error_response(error)
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
     """Unknown paths and wrong methods, in the API's error body."""
-    assert isinstance(error, HTTPException)  # by registration
+    assert isinstance(error, HTTPException)  # noqa: S101  # by registration
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
     message = f"{request.method} {request.url.path}: {error.detail}"
     response = error_response(ApiError(error.status_code, message, code=code))

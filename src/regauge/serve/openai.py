@@ -50,7 +50,7 @@ class ApiError(RegaugeError):
         status: int,
         message: str,
         *,
-        type: str = INVALID_REQUEST,  # the API's name
+        type: str = INVALID_REQUEST,  # noqa: A002  # the API's name
         param: str | None = None,
         code: str | None = None,
         retry_after_s: int | None = None,

@@ -37,7 +37,7 @@ class TemplateError(RegaugeError):
 class _Generation(jinja2.ext.Extension):
     """`{% generation %}` marks the assistant's text for training; when serving it is nothing but its content."""
 
-    tags = {"generation"}  # jinja2's own interface
+    tags = {"generation"}  # noqa: RUF012  # jinja2's own interface
 
     def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
         next(parser.stream)

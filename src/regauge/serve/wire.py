@@ -25,7 +25,7 @@ from typing import Final, Literal
 import msgspec
 
 from regauge.config import Role, ServeConfig
-from regauge.engines.local.sampling import SamplingParams as SamplingParams  # re-exported
+from regauge.engines.local.sampling import SamplingParams as SamplingParams  # noqa: PLC0414  # re-exported
 from regauge.errors import ConfigError, ProtocolError
 
 GENERATE_PATH: Final = "/internal/generate"

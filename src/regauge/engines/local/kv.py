@@ -143,7 +143,7 @@ class _Steps:
 
 def _replace(t: Tiles, columns: list[Int64 | None]) -> Tiles:
     src, dst, src_scale, dst_scale = columns
-    assert src is not None and dst is not None
+    assert src is not None and dst is not None  # noqa: PT018, S101  # boxes have both
     c = t.convert
     if c is not None:
         c = replace(c, src_scale=src_scale, dst_scale=dst_scale)

@@ -180,7 +180,7 @@ class Scheduler:
 
         try:
             logits = self._model.forward(tokens, segments, self._store, layer_written).numpy()
-        except Exception as error:  # whatever broke, it is reported for each request of the step
+        except Exception as error:  # noqa: BLE001  # whatever broke, it is reported for each request of the step
             return [self._failed(entry, f"the model failed: {error}", error) for entry in self._alive(batch)]
         outputs = []
         for (entry, count), row in zip(batch, logits, strict=True):
