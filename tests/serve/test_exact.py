@@ -1,0 +1,139 @@
+"""The crossing does not change an answer: greedy output over DIRECT and REMAP equals the engine's own, token for token.
+
+Two workers as the product runs them (links, protocol, layer-wise chunks), over real prompts from one token to 1,500, against the same
+engine with one pool and no transfer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pydoc_data.topics import topics
+
+import numpy as np
+import pytest
+
+from regauge.config import BUNDLED_MODEL, EngineConfig, ServeConfig, TransferConfig, cache_dir
+from regauge.engines.local.kv import PagedKV, allocate, with_pages
+from regauge.engines.local.model import LocalModel
+from regauge.engines.local.prepare import prepare
+from regauge.engines.local.sampling import SamplingParams
+from regauge.engines.local.scheduler import Request, Scheduler
+from regauge.layout import spec
+from regauge.layout.presets import from_short, load_model
+from regauge.move.shm import ShmTransport
+from regauge.move.tcp import TcpTransport
+from regauge.serve import wire
+from regauge.serve.text import Tokenizer
+from regauge.serve.worker import DecodeWorker, PrefillWorker, WorkerSpec
+
+LENGTHS = (1, 2, 15, 16, 17, 24, 25, 48, 49, 63, 64, 65, 97, 128, 129, 200, 256, 257, 700, 1500)
+ANSWER = 12
+CONFIG = EngineConfig(pool_tokens=4096)
+PAIRS = {
+    "direct": ("bf16,page=16", "bf16,page=16", "shm"),
+    "page 64 HND to page 16 NHD": ("bf16,page=64,hnd", "bf16,page=16,nhd", "tcp"),
+    "page 24 to 16": ("bf16,page=24", "bf16,page=16", "tcp"),
+    "split to fused": ("bf16,page=16,split", "bf16,page=16,fused,page-first", "shm"),
+}
+pytestmark = [pytest.mark.model, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope="module")
+def model() -> LocalModel:
+    return LocalModel(prepare(BUNDLED_MODEL, cache_dir()), threads=2)
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[tuple[int, ...]]:
+    """Real English: the reference topics that come with Python."""
+    text = " ".join(" ".join(topics[name] for name in sorted(topics)).split())[:60_000]
+    tokens = Tokenizer.load(prepare(BUNDLED_MODEL, cache_dir())).encode(text)
+    return [tuple(tokens[at * 37 : at * 37 + n]) for at, n in enumerate(LENGTHS)]
+
+
+@pytest.fixture(scope="module")
+def alone(model: LocalModel, prompts: list[tuple[int, ...]]) -> list[list[int]]:
+    """The control: one engine, one bf16 pool, no transfer."""
+    memory = allocate(with_pages(from_short("bf16,page=16", load_model(BUNDLED_MODEL)), CONFIG.pool_tokens))
+    try:
+        store = PagedKV(
+            memory, dtype=model.dtype, max_new=CONFIG.chunk_tokens + CONFIG.max_batch, max_context=CONFIG.max_context
+        )
+        scheduler, answers = Scheduler(model, store, CONFIG), []
+        for index, prompt in enumerate(prompts):
+            scheduler.add(Request(str(index), prompt, greedy(), np.arange(memory.layout.groups[0].pages)))
+            answers.append([])
+            while scheduler.has_work:
+                answers[-1] += [output.token for output in scheduler.step()]
+        return answers
+    finally:
+        memory.slab.close()
+
+
+def greedy() -> SamplingParams:
+    return SamplingParams(max_tokens=ANSWER, temperature=0.0, ignore_eos=True)
+
+
+@contextlib.asynccontextmanager
+async def workers(
+    model: LocalModel, prefill: str, decode: str, kind: str
+) -> AsyncIterator[tuple[PrefillWorker, DecodeWorker]]:
+    config = ServeConfig(
+        prefill=CONFIG, decode=CONFIG, transfer=TransferConfig(transport="tcp" if kind == "tcp" else "shm")
+    )
+    base, key = load_model(BUNDLED_MODEL), bytes(32)
+    layouts = {"p": with_pages(from_short(prefill, base), 4096), "d": with_pages(from_short(decode, base), 4096)}
+    memories = {name: allocate(layout) for name, layout in layouts.items()}
+    transports = {n: TcpTransport(key=key, name=n) if kind == "tcp" else ShmTransport(key=key, name=n) for n in "pd"}
+    for name, transport in transports.items():
+        transport.register(memories[name].slab)
+
+    def described(name: str, peers: dict[str, tuple[str, int]]) -> WorkerSpec:
+        return WorkerSpec(
+            config=config, name=name, role="prefill" if name == "p" else "decode", model_folder="", model_name=BUNDLED_MODEL,
+            layout=spec.encode(layouts[name], format="json"), token="t", key=key.hex(), port=0, control_port=0, peers=peers)  # fmt: skip
+
+    d = DecodeWorker(described("d", {}), memories["d"], model, transports["d"])
+    address = await d.links.start("127.0.0.1")
+    p = PrefillWorker(described("p", {"d": address}), memories["p"], model, transports["p"])
+    try:
+        yield p, d
+    finally:
+        for worker in (p, d):
+            await worker.close()
+            await worker.links.close()
+        for name, transport in transports.items():
+            transport.close()
+            memories[name].slab.close()
+
+
+async def ask(
+    p: PrefillWorker, d: DecodeWorker, name: str, prompt: tuple[int, ...]
+) -> tuple[list[int], wire.FinishEvent]:
+    events: asyncio.Queue[wire.Event] = asyncio.Queue()
+    job = asyncio.create_task(d.generate(wire.Generate(name, f"t-{name}", list(prompt), greedy(), "p"), events))
+    await p.prefill(wire.Prefill(name, f"t-{name}", list(prompt), greedy(), "d"))
+    await job
+    found = [events.get_nowait() for _ in range(events.qsize())]
+    end = found.pop()
+    assert isinstance(end, wire.FinishEvent), end
+    return [event.token for event in found if isinstance(event, wire.TokenEvent)], end
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("pair", PAIRS)
+async def test_the_answer_is_the_engines_own(
+    pair: str, model: LocalModel, prompts: list[tuple[int, ...]], alone: list[list[int]]
+) -> None:
+    prefill, decode, kind = PAIRS[pair]
+    async with workers(model, prefill, decode, kind) as (p, d):
+        for index, (prompt, want) in enumerate(zip(prompts, alone, strict=True)):
+            got, end = await ask(p, d, str(index), prompt)
+            assert got == want, f"prompt of {len(prompt)} tokens"
+            assert end.transfer.path == ("DIRECT" if pair == "direct" else "REMAP")
+            assert end.completion_tokens == ANSWER
+        for worker in (p, d):
+            worker.pool.check_integrity()
+            assert worker.pool.free == worker.pool.pages
