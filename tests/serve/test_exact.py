@@ -15,18 +15,18 @@ import numpy as np
 import pytest
 
 from regauge.config import BUNDLED_MODEL, EngineConfig, ServeConfig, TransferConfig, cache_dir
-from regauge.engines.local.kv import PagedKV, allocate, with_pages
+from regauge.engines.local.kv import PagedKV, allocate
 from regauge.engines.local.model import LocalModel
 from regauge.engines.local.prepare import prepare
 from regauge.engines.local.sampling import SamplingParams
 from regauge.engines.local.scheduler import Request, Scheduler
 from regauge.layout import spec
-from regauge.layout.presets import from_short, load_model
+from regauge.layout.presets import from_short, load_model, with_pages
 from regauge.move.shm import ShmTransport
 from regauge.move.tcp import TcpTransport
 from regauge.serve import wire
 from regauge.serve.text import Tokenizer
-from regauge.serve.worker import DecodeWorker, PrefillWorker, WorkerSpec
+from regauge.serve.worker import DecodeWorker, PrefillWorker
 
 LENGTHS = (1, 2, 15, 16, 17, 24, 25, 48, 49, 63, 64, 65, 97, 128, 129, 200, 256, 257, 700, 1500)
 ANSWER = 12
@@ -90,8 +90,8 @@ async def workers(
     for name, transport in transports.items():
         transport.register(memories[name].slab)
 
-    def described(name: str, peers: dict[str, tuple[str, int]]) -> WorkerSpec:
-        return WorkerSpec(
+    def described(name: str, peers: dict[str, tuple[str, int]]) -> wire.WorkerSpec:
+        return wire.WorkerSpec(
             config=config, name=name, role="prefill" if name == "p" else "decode", model_folder="", model_name=BUNDLED_MODEL,
             layout=spec.encode(layouts[name], format="json"), token="t", key=key.hex(), port=0, control_port=0, peers=peers)  # fmt: skip
 

@@ -20,6 +20,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from regauge.errors import LayoutError, PresetError
 from regauge.layout.dtypes import ALIASES, DTYPES, canonical
 from regauge.layout.spec import Component, Group, Layout, Model, Per, Placement, Rope, Scale, Shard, decode, validate
@@ -139,6 +141,12 @@ def from_short(text: str, model: Model, *, shard: Shard | None = None, pages: in
         pages=pages,
     )
     return validate(Layout(model=model, groups=[group], shard=shard))
+
+
+def with_pages(layout: Layout, tokens: int) -> Layout:
+    """Return the layout with enough pages for so many tokens in every group that does not say how many it has."""
+    groups = [g if g.pages else msgspec.structs.replace(g, pages=-(-tokens // g.page_size)) for g in layout.groups]
+    return msgspec.structs.replace(layout, groups=groups)
 
 
 def load_layout(text: str, model: Model | None) -> Layout:

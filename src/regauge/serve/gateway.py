@@ -84,6 +84,7 @@ class Server(uvicorn.Server):
             ws="none",
             lifespan="on",
             log_config=None,
+            log_level="warning",
             access_log=False,
             server_header=False,
             timeout_graceful_shutdown=int(grace_s + CLOSE_S),

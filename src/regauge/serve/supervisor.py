@@ -25,15 +25,13 @@ import aiohttp
 import msgspec
 
 from regauge.config import ServeConfig, cache_dir
-from regauge.engines.local.kv import with_pages
 from regauge.engines.local.prepare import prepare
 from regauge.errors import ConfigError, EngineError, Refused
 from regauge.layout import spec
-from regauge.layout.presets import load_layout, load_model
+from regauge.layout.presets import load_layout, load_model, with_pages
 from regauge.plan import Verdict, check
 from regauge.serve import wire
 from regauge.serve.gateway import listen
-from regauge.serve.worker import WorkerSpec
 
 READY_S: Final = 300.0
 """Most seconds from start to a ready endpoint: a large model takes time to load."""
@@ -132,7 +130,7 @@ class Supervisor:
             (DECODE, "decode", d.decode, ports[0]),
             (PREFILL, "prefill", d.prefill, ports[1]),
         ):
-            worker = WorkerSpec(
+            worker = wire.WorkerSpec(
                 config=d.config, name=name, role="decode" if role == "decode" else "prefill", model_folder=str(d.folder),
                 model_name=d.model, layout=spec.encode(layout, format="json"), token=token, key=key, port=port,
                 control_port=ports[2] if role == "decode" else 0, peers=addresses, log_json=self._log_json)  # fmt: skip

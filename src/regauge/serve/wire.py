@@ -190,6 +190,31 @@ class GatewaySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return f"GatewaySpec(model_name={self.model_name!r}, workers={self.workers!r}, token=...)"
 
 
+class WorkerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """All that a worker's process needs; holds secrets, so its file is for the owner alone."""
+
+    config: ServeConfig
+    name: str
+    role: Role
+    model_folder: str
+    model_name: str
+    layout: bytes
+    """JSON of the pool's layout, with pages, regions not bound."""
+    token: str
+    key: str
+    """Pre-shared key of the transfer plane, in hex."""
+    port: int
+    control_port: int
+    """Where a decode worker takes prefill workers' control connections."""
+    peers: dict[str, tuple[str, int]]
+    """Control addresses of the decode workers, by name; for prefill workers."""
+    log_json: bool = False
+
+    def __repr__(self) -> str:
+        """Leave the secrets out."""
+        return f"WorkerSpec({self.name!r}, {self.role!r}, token=..., key=...)"
+
+
 def encode(message: msgspec.Struct) -> bytes:
     """Return the JSON of a message, without a line end."""
     return msgspec.json.encode(message)

@@ -18,7 +18,6 @@ import msgspec
 import numpy as np
 import structlog
 
-from regauge.config import Role, ServeConfig
 from regauge.engines.local.kv import PagedKV
 from regauge.engines.local.model import LocalModel
 from regauge.engines.local.scheduler import Output, Request, Scheduler, pages_needed
@@ -33,31 +32,6 @@ from regauge.serve import wire
 from regauge.serve.admission import Admission
 
 log = structlog.get_logger()
-
-
-class WorkerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """All that a worker's process needs; holds secrets, so its file is for the owner alone."""
-
-    config: ServeConfig
-    name: str
-    role: Role
-    model_folder: str
-    model_name: str
-    layout: bytes
-    """JSON of the pool's layout, with pages, regions not bound."""
-    token: str
-    key: str
-    """Pre-shared key of the transfer plane, in hex."""
-    port: int
-    control_port: int
-    """Where a decode worker takes prefill workers' control connections."""
-    peers: dict[str, tuple[str, int]]
-    """Control addresses of the decode workers, by name; for prefill workers."""
-    log_json: bool = False
-
-    def __repr__(self) -> str:
-        """Leave the secrets out."""
-        return f"WorkerSpec({self.name!r}, {self.role!r}, token=..., key=...)"
 
 
 class RefusalError(RegaugeError):
@@ -81,7 +55,7 @@ class Handover(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Worker:
     """What both roles share. Built inside the event loop."""
 
-    def __init__(self, spec_: WorkerSpec, memory: Memory, model: LocalModel, transport: Transport) -> None:
+    def __init__(self, spec_: wire.WorkerSpec, memory: Memory, model: LocalModel, transport: Transport) -> None:
         self.spec = spec_
         self.engine_config = spec_.config.prefill if spec_.role == "prefill" else spec_.config.decode
         group = memory.layout.groups[0]
@@ -159,7 +133,7 @@ class Worker:
 class DecodeWorker(Worker):
     """Takes KV in, and decodes."""
 
-    def __init__(self, spec_: WorkerSpec, memory: Memory, model: LocalModel, transport: Transport) -> None:
+    def __init__(self, spec_: wire.WorkerSpec, memory: Memory, model: LocalModel, transport: Transport) -> None:
         super().__init__(spec_, memory, model, transport)
         config = spec_.config.transfer
         self.links = InboundLinks(spec_.name, bytes.fromhex(spec_.key), memory, transport, self.pool, config)
@@ -230,7 +204,7 @@ class DecodeWorker(Worker):
 class PrefillWorker(Worker):
     """Computes prompts, and sends their KV out."""
 
-    def __init__(self, spec_: WorkerSpec, memory: Memory, model: LocalModel, transport: Transport) -> None:
+    def __init__(self, spec_: wire.WorkerSpec, memory: Memory, model: LocalModel, transport: Transport) -> None:
         super().__init__(spec_, memory, model, transport)
         self.links = OutboundLinks(spec_.name, bytes.fromhex(spec_.key), memory, transport, spec_.config.transfer)
 

@@ -1,6 +1,6 @@
 """A worker's process: its internal HTTP API, its start and its end.
 
-Run as `python -m regauge.serve.worker_process SPEC.json` (`worker.WorkerSpec`).
+Run as `python -m regauge.serve.worker_process SPEC.json` (`wire.WorkerSpec`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from regauge.move.transport import Transport
 from regauge.observe import setup_logging
 from regauge.serve import wire
 from regauge.serve.gateway import listen
-from regauge.serve.worker import DecodeWorker, PrefillWorker, WorkerSpec
+from regauge.serve.worker import DecodeWorker, PrefillWorker
 
 log = structlog.get_logger()
 Handler = Callable[[HttpRequest], Awaitable[Response]]
@@ -123,7 +123,7 @@ def _reply(error: wire.ErrorEvent) -> Response:
     return _json(error, wire.STATUS[error.code])
 
 
-async def run(spec_: WorkerSpec) -> None:
+async def run(spec_: wire.WorkerSpec) -> None:
     """Load the model, open the links, serve until SIGTERM."""
     config = spec_.config
     engine = config.prefill if spec_.role == "prefill" else config.decode
@@ -143,7 +143,7 @@ async def run(spec_: WorkerSpec) -> None:
     else:
         worker = PrefillWorker(spec_, memory, model, transport)
     sock = listen("127.0.0.1", spec_.port)
-    server = uvicorn.Server(uvicorn.Config(Starlette(routes=routes(worker)), log_config=None, access_log=False,
+    server = uvicorn.Server(uvicorn.Config(Starlette(routes=routes(worker)), log_config=None, log_level="warning", access_log=False,
                                            timeout_graceful_shutdown=5))  # fmt: skip
     serving = asyncio.create_task(server.serve(sockets=[sock]))
     log.info("ready", role=spec_.role, pages=worker.pool.pages, page_size=worker.pool.page_size)
@@ -165,7 +165,7 @@ def main(arguments: list[str]) -> int:
         return 2
     die_with_parent()
     try:
-        spec_ = msgspec.json.decode(Path(arguments[0]).read_bytes(), type=WorkerSpec)
+        spec_ = msgspec.json.decode(Path(arguments[0]).read_bytes(), type=wire.WorkerSpec)
     except (OSError, msgspec.DecodeError) as error:
         print(f"{arguments[0]}: {error}", file=sys.stderr)
         return 2

@@ -9,10 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from regauge.engines.local.kv import PagedKV, allocate, with_pages
+from regauge.engines.local.kv import PagedKV, allocate
 from regauge.engines.local.model import Segment
 from regauge.errors import ConfigError
-from regauge.layout.presets import from_short
+from regauge.layout.presets import from_short, with_pages
 from regauge.layout.spec import Layout, Model, Shard
 from regauge.plan.reference import apply_scale, dynamic_scale, encode
 from strategies import EIGHT_BIT, FLOATS, layouts

@@ -17,11 +17,11 @@ import torch
 from transformers import AutoTokenizer
 
 from regauge.config import cache_dir
-from regauge.engines.local.kv import PagedKV, allocate, with_pages
+from regauge.engines.local.kv import PagedKV, allocate
 from regauge.engines.local.model import LocalModel, Segment
 from regauge.engines.local.prepare import prepare
 from regauge.errors import ConfigError
-from regauge.layout.presets import load_layout, load_model
+from regauge.layout.presets import load_layout, load_model, with_pages
 from regauge.layout.spec import Layout
 from regauge.move import kernels
 from regauge.move.crossing import Memory

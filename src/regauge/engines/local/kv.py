@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import msgspec
 import numpy as np
 import torch
 
@@ -25,12 +24,6 @@ from regauge.plan import Side, compile, instantiate
 from regauge.plan.tiles import Int64, Tiles
 
 _REGION = "{layer}"
-
-
-def with_pages(layout: Layout, tokens: int) -> Layout:
-    """Return the layout with enough pages for so many tokens in every group that does not say how many it has."""
-    groups = [g if g.pages else msgspec.structs.replace(g, pages=-(-tokens // g.page_size)) for g in layout.groups]
-    return msgspec.structs.replace(layout, groups=groups)
 
 
 def allocate(layout: Layout, name: str = "kv") -> Memory:

@@ -1,0 +1,320 @@
+"""`regauge serve` as a user runs it: real processes, the real model, real deaths.
+
+One deployment serves all tests of the module; what a test kills, the supervisor starts again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+
+from regauge.config import BUNDLED_MODEL
+from regauge.serve.supervisor import free_ports
+
+pytestmark = [pytest.mark.model, pytest.mark.process, pytest.mark.timeout(600)]
+READY_S = 240.0
+
+
+@dataclass
+class Served:
+    """A running deployment."""
+
+    process: subprocess.Popen[bytes]
+    url: str
+    log: Path
+
+    def text(self) -> str:
+        return self.log.read_text()
+
+    def pid(self, name: str) -> int:
+        """The process of a worker, by its spec file."""
+        for entry in Path("/proc").iterdir():
+            with contextlib.suppress(OSError, ValueError, IndexError):  # gone meanwhile, or a kernel thread
+                command = (entry / "cmdline").read_bytes().split(b"\0")
+                status = (entry / "status").read_text()
+                if command[-2].endswith(f"/{name}.json".encode()) and f"PPid:\t{self.process.pid}\n" in status:
+                    return int(entry.name)
+        raise AssertionError(f"no process of {name}")
+
+
+def launch(tmp: Path, *arguments: str) -> Served:
+    port = free_ports("127.0.0.1", 1)[0]
+    log = tmp / "log"
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "regauge", "serve", "--port", str(port), *arguments],
+            stdout=out,
+            stderr=subprocess.STDOUT,
+        )
+    return Served(process, f"http://127.0.0.1:{port}", log)
+
+
+def alive(pids: list[int]) -> list[int]:
+    return [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+
+
+async def until(condition: Callable[[], Any], limit_s: float, what: str) -> Any:
+    """Poll a condition (it may be a coroutine function) until it is truthy."""
+    end = time.monotonic() + limit_s
+    while time.monotonic() < end:
+        found = condition()
+        if asyncio.iscoroutine(found):
+            found = await found
+        if found:
+            return found
+        await asyncio.sleep(0.1)
+    raise AssertionError(f"{what} did not come within {limit_s:g} s")
+
+
+async def ready(session: aiohttp.ClientSession, served: Served) -> bool:
+    assert served.process.poll() is None, served.text()
+    with contextlib.suppress(aiohttp.ClientError):
+        async with session.get(f"{served.url}/ready") as answer:
+            return answer.status == 200
+    return False
+
+
+async def pools_are_whole(session: aiohttp.ClientSession, served: Served) -> bool:
+    async with session.get(f"{served.url}/metrics") as answer:
+        text = await answer.text()
+    free = re.findall(r"^regauge_pool_free_pages\{.*\} (\S+)", text, re.MULTILINE)
+    total = re.findall(r"^regauge_pool_pages\{.*\} (\S+)", text, re.MULTILINE)
+    running = re.findall(r"^regauge_running_requests\{.*\} (\S+)", text, re.MULTILINE)
+    return len(total) == 2 and free == total and set(running) == {"0.0"}
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """The default pair: prefill FP8, page 64, HND; decode bf16, page 16, NHD. Silent writers are given up after 3 s."""
+    found = launch(
+        tmp_path_factory.mktemp("serve"), "--set", "transfer.lease_s=3", "--set", "limits.request_timeout_s=60"
+    )
+    yield found
+    found.process.send_signal(signal.SIGTERM)
+    found.process.wait(40)
+
+
+@pytest.fixture
+async def client(served: Served) -> AsyncIterator[aiohttp.ClientSession]:
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120)) as session:
+        await until(lambda: ready(session, served), READY_S, "a ready endpoint")
+        yield session
+
+
+def chat(text: str = "Tell me a short story about a train.", **more: object) -> dict[str, object]:
+    return {
+        "model": BUNDLED_MODEL,
+        "messages": [{"role": "user", "content": text}],
+        "temperature": 0,
+        "max_tokens": 24,
+        **more,
+    }
+
+
+async def stream(answer: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:
+    async for line in answer.content:
+        if line.startswith(b"data: ") and line != b"data: [DONE]\n":
+            yield msgspec.json.decode(line[6:])
+
+
+@pytest.mark.anyio
+async def test_a_chat_prompt_streams_a_sensible_answer_and_the_log_names_the_path(
+    served: Served, client: aiohttp.ClientSession
+) -> None:
+    body = chat(stream=True, stream_options={"include_usage": True})
+    async with client.post(f"{served.url}/v1/chat/completions", json=body) as answer:
+        assert answer.status == 200
+        request_id = answer.headers["x-request-id"]
+        chunks = [chunk async for chunk in stream(answer)]
+    text = "".join(c["choices"][0]["delta"].get("content") or "" for c in chunks if c["choices"])
+    assert len(re.findall(r"\b(the|a|of|and|in|was|to|there|named)\b", text.lower())) >= 4, text
+    assert chunks[-1]["usage"]["completion_tokens"] == 24
+    assert chunks[-1]["usage"]["prompt_tokens"] > 10
+    assert chunks[0]["system_fingerprint"] == "regauge-CONVERT"
+    line = await until(lambda: re.search(f".*{request_id}.*", served.text()), 5, "the log line")
+    for part in ("path=CONVERT", "mode=fused", "wire_bytes=", "ttft_s=", "tpot_s="):
+        assert part in line[0]
+    assert "path     CONVERT: dtype float8_e4m3fn -> bfloat16; page size 64 -> 16" in served.text()
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("body", "status", "code"),
+    [
+        (b'{"model": ', 400, None),
+        (chat(model="gpt-9"), 404, "model_not_found"),
+        (chat(text="word " * 5000), 400, "context_length_exceeded"),
+        (chat(max_tokens=0), 400, None),
+        (chat(max_tokens=10**9), 400, "context_length_exceeded"),
+        (chat(temperature="hot"), 400, None),
+    ],
+)
+async def test_bad_input_gets_the_right_status_and_body(
+    served: Served, client: aiohttp.ClientSession, body: bytes | dict[str, object], status: int, code: str | None
+) -> None:
+    data = body if isinstance(body, bytes) else msgspec.json.encode(body)
+    async with client.post(f"{served.url}/v1/chat/completions", data=data) as answer:
+        assert answer.status == status
+        error = (await answer.json())["error"]
+    assert error["type"] == "invalid_request_error"
+    assert error["code"] == code or code is None
+    assert error["message"]
+
+
+@pytest.mark.anyio
+async def test_two_hundred_requests_at_once_are_all_answered_and_no_page_leaks(
+    served: Served, client: aiohttp.ClientSession
+) -> None:
+    async def one(index: int) -> int:
+        body = {
+            "model": BUNDLED_MODEL,
+            "prompt": f"Number {index} is",
+            "max_tokens": 3,
+            "temperature": 0,
+            "ignore_eos": True,
+        }
+        async with client.post(f"{served.url}/v1/completions", json=body) as answer:
+            reply = await answer.json()
+            assert answer.status == 200, reply
+            assert reply["usage"]["completion_tokens"] == 3
+            return answer.status
+
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=240)) as client:
+        statuses = await asyncio.gather(*(one(i) for i in range(200)))
+        assert statuses == [200] * 200
+        await until(lambda: pools_are_whole(client, served), 20, "whole pools")
+
+
+@pytest.mark.anyio
+async def test_a_client_that_goes_away_mid_stream_frees_everything(
+    served: Served, client: aiohttp.ClientSession
+) -> None:
+    for stop_after in (0, 1, 5):
+        body = chat(stream=True, max_tokens=800, ignore_eos=True)
+        async with client.post(f"{served.url}/v1/chat/completions", json=body) as answer:
+            if stop_after:
+                seen = 0
+                async for _ in stream(answer):
+                    seen += 1
+                    if seen > stop_after:
+                        break
+            answer.close()
+        await until(lambda: pools_are_whole(client, served), 20, "whole pools")
+
+
+@pytest.mark.anyio
+async def test_a_prefill_worker_that_dies_is_named_within_seconds_and_started_again(
+    served: Served, client: aiohttp.ClientSession
+) -> None:
+    asked = await long_prompt(served, client)
+    os.kill(served.pid("prefill-0"), signal.SIGKILL)
+    killed = time.monotonic()
+    reply = await asked
+    error = (await reply.json())["error"]
+    assert (reply.status, error["code"]) == (503, "worker_unavailable"), error
+    assert "prefill-0" in error["message"]
+    assert time.monotonic() - killed < 10
+    await comes_back(served, client, "prefill-0")
+
+
+@pytest.mark.anyio
+async def test_a_decode_worker_that_dies_mid_stream_ends_the_stream_with_its_name(
+    served: Served, client: aiohttp.ClientSession
+) -> None:
+    body = chat(stream=True, max_tokens=400, ignore_eos=True)
+    async with client.post(f"{served.url}/v1/chat/completions", json=body) as answer:
+        events = stream(answer)
+        await anext(events)
+        os.kill(served.pid("decode-0"), signal.SIGKILL)
+        killed = time.monotonic()
+        rest = [event async for event in events]
+    assert "decode-0" in rest[-1]["error"]["message"]
+    assert time.monotonic() - killed < 10
+    await comes_back(served, client, "decode-0")
+
+
+async def long_prompt(served: Served, client: aiohttp.ClientSession) -> asyncio.Task[aiohttp.ClientResponse]:
+    """Ask something whose prefill takes seconds; return when it is being computed."""
+    body = chat(text="word " * 1500, max_tokens=5)
+    asked = asyncio.create_task(client.post(f"{served.url}/v1/chat/completions", json=body).__aenter__())
+    await until(lambda: busy(client, served, "prefill-0"), 20, "a running prefill")
+    return asked
+
+
+async def comes_back(served: Served, client: aiohttp.ClientSession, name: str) -> None:
+    await until(lambda: f"{name} died of SIGKILL" in served.text(), 10, "the supervisor's word")
+    await until(lambda: ready(client, served), READY_S, "the worker's return")
+    async with client.post(f"{served.url}/v1/chat/completions", json=chat()) as answer:
+        assert answer.status == 200, await answer.text()
+    await until(lambda: pools_are_whole(client, served), 20, "whole pools")
+
+
+async def busy(session: aiohttp.ClientSession, served: Served, name: str) -> bool:
+    async with session.get(f"{served.url}/metrics") as answer:
+        return bool(re.search(rf'^regauge_running_requests\{{.*"{name}".*\}} 1', await answer.text(), re.MULTILINE))
+
+
+@pytest.mark.anyio
+async def test_a_frozen_prefill_worker_costs_a_bounded_time(served: Served, client: aiohttp.ClientSession) -> None:
+    pid = served.pid("prefill-0")
+    asked = await long_prompt(served, client)
+    os.kill(pid, signal.SIGSTOP)
+    stopped = time.monotonic()
+    try:
+        reply = await asked
+        assert reply.status in (502, 503)
+        assert "prefill-0" in (await reply.json())["error"]["message"]
+        assert time.monotonic() - stopped < 30
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    await until(lambda: ready(client, served), 60, "the worker's return")
+    await until(lambda: pools_are_whole(client, served), 60, "whole pools")
+    async with client.post(f"{served.url}/v1/chat/completions", json=chat()) as answer:
+        assert answer.status == 200, await answer.text()
+
+
+def test_a_port_that_is_taken_is_named(served: Served) -> None:
+    port = served.url.rpartition(":")[2]
+    done = subprocess.run(
+        [sys.executable, "-m", "regauge", "serve", "--port", port],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert f"port {port} on 127.0.0.1 is taken by another process; choose another with --port" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.anyio
+async def test_ctrl_c_ends_every_process_over_tcp_and_other_layouts(tmp_path: Path) -> None:
+    served = launch(
+        tmp_path, "--transport", "tcp", "--prefill-layout", "bf16,page=24,fused", "--decode-layout", "bf16,page=16,kt"
+    )
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120)) as client:
+        await until(lambda: ready(client, served), READY_S, "a ready endpoint")
+        async with client.post(f"{served.url}/v1/chat/completions", json=chat()) as answer:
+            assert answer.status == 200
+            assert (await answer.json())["system_fingerprint"] == "regauge-REMAP"
+        pids = [served.pid(name) for name in ("gateway", "prefill-0", "decode-0")]
+    served.process.send_signal(signal.SIGINT)
+    assert served.process.wait(40) == 0, served.text()
+    assert not alive(pids)
+    assert "mode=staged" in served.text()
+    assert "Traceback" not in served.text()
