@@ -250,7 +250,10 @@ class PrefillWorker(Worker):
         reason = None if first.finish_reason == "prefill" else first.finish_reason
         top = list(first.top) if first.top is not None else None
         out.finish(msgspec.msgpack.encode(Handover(first.token, first.seed, reason, first.logprob, top)))
-        await out.done()
+        done = await out.done()
+        log.info("prefilled", request_id=body.request_id, tokens=len(body.token_ids), path=out.path, mode=out.mode,
+                 wire_bytes=done.wire_bytes, prefill_s=round(computed - started, 6),
+                 after_last_layer_s=round(time.monotonic() - computed, 6))  # fmt: skip
         return wire.Prefilled(
             first_token=first.token, computed_tokens=len(body.token_ids), cached_tokens=0,
             prefill_seconds=computed - started, transfer_seconds=time.monotonic() - computed)  # fmt: skip

@@ -1,0 +1,188 @@
+"""The command line as a user types it: output, exit codes, what bad input says."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from regauge import __version__
+from regauge.cli import main
+from regauge.layout.presets import from_short, load_model
+from regauge.layout.spec import Layout, decode, encode
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    code = main(arguments)
+    out = capsys.readouterr()
+    return code, out.out, out.err
+
+
+def write(path: Path, layout: Layout) -> str:
+    path.write_bytes(encode(layout, format="toml"))
+    return str(path)
+
+
+def test_check_names_the_path_and_its_reasons(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "check", "fp8_e4m3,page=64,hnd", "bf16,page=16,nhd")
+    assert code == 0
+    assert out.splitlines()[:3] == ["CONVERT", "  dtype float8_e4m3fn -> bfloat16", "  page size 64 -> 16"]
+    code, out, _ = run(capsys, "check", "bf16", "bf16", "--json")
+    assert (code, json.loads(out)["path"]) == (0, "DIRECT")
+
+
+@pytest.mark.parametrize(
+    ("field", "change", "shown"),
+    [
+        ("model.head_dim", {"head_dim": 64}, "prefill has 128, decode has 64. Serve the same model"),
+        ("model.num_layers", {"num_hidden_layers": 31}, "prefill has 32, decode has 31. Serve the same model"),
+        ("model.kv_heads", {"num_key_value_heads": 4}, "prefill has 8, decode has 4. Serve the same model"),
+        ("model.rope.theta", {"rope_theta": 1e4}, "prefill has 500000.0, decode has 10000.0. Keys carry the rotation"),
+    ],
+)
+def test_a_pair_that_cannot_work_exits_1_and_names_field_values_and_remedy(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, field: str, change: dict[str, object], shown: str
+) -> None:
+    folder = tmp_path / "llama-3.1-8b"
+    folder.mkdir()
+    shipped = Path(__file__).parents[1] / "src/regauge/layout/configs/llama-3.1-8b.json"
+    (folder / "config.json").write_text(json.dumps(json.loads(shipped.read_text()) | change))
+    a = write(tmp_path / "a.toml", from_short("bf16", load_model("llama-3.1-8b")))
+    b = write(tmp_path / "b.toml", from_short("bf16", load_model(str(folder))))
+    code, out, _ = run(capsys, "check", a, b)
+    assert code == 1
+    assert out.startswith("REFUSED\n")
+    assert f"  {field}: {shown}" in out
+    code, out, _ = run(capsys, "check", a, b, "--json")
+    assert code == 1
+    assert field in [r["field"] for r in json.loads(out)["refusals"]]
+    code, _, err = run(capsys, "explain", a, b)
+    assert code == 1
+    assert f"regauge: refused: {field}: {shown}" in err
+
+
+def test_explain_says_what_crosses(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = (
+        "explain",
+        "bf16,page=64",
+        "bf16,page=16",
+        "--model",
+        "llama-3.1-8b",
+        "--tokens",
+        "1024",
+        "--link",
+        "400G",
+    )
+    code, out, _ = run(capsys, *arguments)
+    assert code == 0
+    for part in (
+        "REMAP  1024 tokens, 128.00 MiB -> 128.00 MiB",
+        "page size 64 -> 16",
+        "runs of 32768 B",
+        "2.684 ms at line rate",
+    ):
+        assert part in out
+    code, out, _ = run(capsys, *arguments, "--json")
+    found = json.loads(out)
+    assert found["wire_bytes"] == 1024 * 2 * 8 * 128 * 2 * 32
+    assert found["lanes"][0]["pieces"] == 32 * 1024 // 16
+    assert found["seconds_on_link"] == pytest.approx(found["wire_bytes"] * 8 / 400e9)
+
+
+def test_layout_prints_a_file_that_reads_back(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    code, out, _ = run(
+        capsys, "layout", "fp8_e4m3,page=64,hnd,scale=token_head", "--model", "qwen3-8b", "--tp", "4", "--tp-rank", "1"
+    )
+    assert code == 0
+    assert "bytes per token" in out
+    layout = decode(out.encode(), format="toml")
+    assert list(layout.heads) == [2, 3]
+    path = tmp_path / "x.toml"
+    path.write_text(out)
+    code, out, _ = run(capsys, "layout", str(path), "--json")
+    assert (code, json.loads(out)["digest"]) == (0, layout.digest())
+    code, out, _ = run(capsys, "layout", "--list")
+    assert "qwen3-8b" in out.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("check", "bf17", "bf16"), "cannot read 'bf17'; the parts of a short form are"),
+        (("check", "no.toml", "bf16"), "no.toml: cannot be read: No such file or directory"),
+        (("check", "bf16", "bf16", "--model", "x"), "no shipped model; shipped are"),
+        (("explain", "bf16", "bf16", "--link", "fast"), "--link 'fast': give bits per second"),
+        (("explain", "bf16", "bf16", "--tokens", "0"), "--tokens 0: give a number from 1"),
+        (("layout",), "name a layout, or use --list"),
+        (("serve", "--set", "decode.max_bach=8"), "--set decode.max_bach=8: give a field of the configuration"),
+        (("serve", "--set", "decode=8"), "--set decode=8: give a field"),
+        (("serve", "--set", "decode.max_batch=many"), "Expected `int`, got `str` - at `$.decode.max_batch`"),
+        (("serve", "--config", "none.toml"), "none.toml: no such file"),
+        (("bench", "accuracy", "--prefill-layout", "bf16"), "as many times as --prefill-layout"),
+    ],
+)
+def test_misuse_exits_2_and_says_what_to_do(
+    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str
+) -> None:
+    code, _, err = run(capsys, *arguments)
+    assert code == 2
+    assert message in err
+    code, out, _ = run(capsys, *arguments, "--json")
+    assert code == 2
+    assert message in json.loads(out)["error"][0]
+
+
+def test_a_layout_file_with_an_unknown_field_or_overlap_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "a.toml"
+    text = encode(from_short("bf16", load_model("qwen3-8b"), pages=2), format="toml").decode()
+    path.write_text(text.replace("page_size", "pagesize"))
+    code, _, err = run(capsys, "check", str(path), "bf16")
+    assert code == 2
+    assert "a.toml: Object contains unknown field `pagesize` - at `$.groups[0]`" in err
+    path.write_text(
+        text.replace(
+            'order = "layer page token head dim"', 'order = "layer page token head dim"\nstrides = {token = 8}'
+        )
+    )
+    code, _, err = run(capsys, "check", str(path), "bf16")
+    assert code == 2
+    assert "elements of k overlap in region 'k'" in err
+
+
+def test_a_wrong_verb_suggests_the_right_one(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main(["chekc", "a", "b"])
+    assert exit_.value.code == 2
+    assert "no such command: 'chekc'; did you mean 'check'?" in capsys.readouterr().err
+
+
+def test_version_and_environment(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, "version") == (0, f"regauge {__version__}\n", "")
+    assert json.loads(run(capsys, "version", "--json")[1]) == {"version": __version__}
+    code, out, _ = run(capsys, "collect-env", "--json")
+    found = json.loads(out)
+    assert code == 0
+    assert found["kernels"] in ("avx2", "portable")
+    assert found["packages"]["numpy"]
+    assert "numpy" in run(capsys, "collect-env")[1]
+
+
+def test_help_answers_at_once() -> None:
+    """It loads no heavy module: that is what would cost time."""
+    code = "import sys; from regauge.cli import main\ntry: main(['--help'])\nexcept SystemExit: pass\nprint(sorted(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    for verb in ("serve", "check", "explain", "layout", "bench", "version", "collect-env", "exit codes"):
+        assert verb in done.stdout
+    modules = done.stdout.splitlines()[-1]
+    assert not [name for name in ("numpy", "torch", "msgspec", "starlette", "aiohttp") if f"'{name}'" in modules]
+
+
+def test_output_that_nobody_reads_is_no_error() -> None:
+    command = f"{sys.executable} -m regauge layout bf16 | head -1"
+    done = subprocess.run(["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "[model]\n", "")
