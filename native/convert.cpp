@@ -29,7 +29,7 @@ class RowConverter {
         kernels_(portable_kernels(c.src, c.dst)) {
 #if defined(__x86_64__)
     if (how.avx2) {
-      kernels_ = avx2::kernels(c.src, c.dst);
+      kernels_ = avx2::narrow_kernels(c.src, c.dst);
       if (const ConvertRows table = avx2::table_rows(c.src, c.dst)) kernels_.convert = table;
     }
 #endif

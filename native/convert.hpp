@@ -92,6 +92,8 @@ Kernels portable_kernels(Dtype src, Dtype dst);
 #if defined(__x86_64__)
 namespace avx2 {
 Kernels kernels(Dtype src, Dtype dst);
+/// The same with faster ones for bfloat16 to fp8.
+Kernels narrow_kernels(Dtype src, Dtype dst);
 /// fp8 to bfloat16 through a table of the 16 scaled mantissas, where the scale allows it; else null.
 ConvertRows table_rows(Dtype src, Dtype dst);
 }  // namespace avx2

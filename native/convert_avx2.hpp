@@ -167,10 +167,10 @@ struct Encoder {
   static constexpr std::uint32_t kWeights = 256u | (2u << Mantissa) << 16;
 
   /// Codes times 256 in 32-bit lanes; NaN gives more than 0x7f00. `w` must not be negative. CleanNan: the low half of
-  /// every NaN is 0.
-  template <bool CleanNan>
+  /// every NaN is 0. Clamp: needed unless all of `w` round to finite codes.
+  template <bool CleanNan, bool Clamp = true>
   REGAUGE_INLINE static __m256i scaled_codes(__m256 w) {
-    w = _mm256_min_ps(floats(Format::kMax), w);  // in this order NaN passes
+    if constexpr (Clamp) w = _mm256_min_ps(floats(Format::kMax), w);  // in this order NaN passes
     const __m256i e = _mm256_max_epi32(_mm256_and_si256(_mm256_castps_si256(w), words(kInf)), words(kFloor));
     __m256i q = _mm256_castps_si256(_mm256_fmadd_ps(_mm256_castsi256_ps(e), floats(kMagic), w));
     if constexpr (!CleanNan) q = _mm256_min_epu32(q, words(kInf | kQuiet));

@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from regauge.errors import BoundsError
-from regauge.move.pieces import AddressTable, Region, check_pieces, coalesce, cut
+from regauge.move.pieces import AddressTable, Region, check_pieces, cut
+from regauge.plan.axes import coalesce
 
 BASES = ((1000, 100), (1100, 50), (5000, 1000))  # two regions that touch, and one apart
 REGIONS = [Region(f"r{at}", at, size, i) for i, (at, size) in enumerate(BASES)]

@@ -306,6 +306,7 @@ def test_every_transfer_ends_and_no_page_is_lost(seed: int, slots: int, steps: i
         assert t.receiver_end is not None, f"{t.name} never ended at decode"
         if t.receiver_end == "delivered":
             world.pools[t.d].release(t.name)
+    assert all(world.senders[p].free_slots(d) == slots for p, d in world.up), "a staging slot is lost"
     assert not any(s.transfers for s in world.senders.values())
     assert not any(r.transfers for r in world.receivers.values())
     assert all(pool.free == pool.pages for pool in (*world.pools.values(), *world.sources.values()))

@@ -15,7 +15,7 @@ import numpy as np
 import structlog
 
 from regauge.config import TransferConfig
-from regauge.errors import LayoutError, ProtocolError, Refused, RegaugeError, TransferFailed
+from regauge.errors import DeadlineExceeded, LayoutError, ProtocolError, Refused, RegaugeError, TransferFailed
 from regauge.layout.spec import Layout
 from regauge.move import messages as m
 from regauge.move.channel import HELLO_S, Channel, decode_layout, encode_layout
@@ -31,8 +31,12 @@ from regauge.plan.tiles import Int64
 log = structlog.get_logger()
 TICK_S = 0.25
 FENCE_S = 5.0
+READY_S = 30.0
+"""Most seconds for a prefill worker to open its data connection."""
 MIN_SLOT = 1 << 20
 MAX_SLOTS = 16
+MAX_GREETING = 32
+"""Connections that may authenticate at once; a prefill worker whose connection is dropped tries again."""
 
 
 @dataclass(eq=False)
@@ -92,6 +96,8 @@ class InboundLinks:
         self._incoming: dict[str, _Incoming] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
+        self._greeting = 0
+        """Connections that have not introduced themselves yet."""
 
     async def start(self, host: str, port: int = 0) -> tuple[str, int]:
         """Listen for prefill workers; return the address."""
@@ -194,9 +200,16 @@ class InboundLinks:
         peer = str(writer.get_extra_info("peername"))
         link: _Link | None = None
         reason = "closed"
+        if self._greeting >= MAX_GREETING:
+            writer.close()
+            return
+        self._greeting += 1
         try:
-            channel = await Channel.accept(reader, writer, self._key)
-            link = await self._greet(channel)
+            try:
+                channel = await Channel.accept(reader, writer, self._key)
+                link = await self._greet(channel)
+            finally:
+                self._greeting -= 1
             self._links[link.peer] = link
             self.receiver.link_up(link.peer, len(link.scatterer.layers))
             log.info("link up", peer=link.peer, path=link.path, mode=link.mode)
@@ -250,17 +263,22 @@ class InboundLinks:
         slots = max(1, min(MAX_SLOTS, staging.nbytes // MIN_SLOT))
         offered = m.Staging(staging.address, staging.nbytes // slots // 64 * 64, slots)
         scatterer = Scatterer(layout, self._memory, offered, threads=self._config.kernel_threads)
-        region = self._transport.register(staging)
+        region = self._transport.register(staging)  # by name: of two connections of one worker at once, one fails here
         try:
             channel.send(m.Hello(m.VERSION, self._name, "decode", encode_layout(self._memory.layout),
                                  self._transport.export(), offered))  # fmt: skip
-            ready = await channel.receive()
+            async with asyncio.timeout(READY_S):
+                ready = await channel.receive()
             if isinstance(ready, m.Refuse):
                 raise Refused(tuple(ready.reasons))
             if not isinstance(ready, m.Ready) or ready.pair != pair:
                 raise ProtocolError(f"{hello.worker} does not agree on the pair of layouts: {ready!r}")
-        except BaseException:
+        except BaseException as error:
             await asyncio.to_thread(self._transport.unregister, region)
+            if isinstance(error, TimeoutError):
+                raise DeadlineExceeded(
+                    f"{hello.worker} did not open its data connection within {READY_S:g} s"
+                ) from error
             raise
         return _Link(hello.worker, channel, staging, region, scatterer, path, ready.mode, ready.session,
                      ThreadPoolExecutor(1, thread_name_prefix=f"scatter-{hello.worker}"))  # fmt: skip

@@ -80,26 +80,6 @@ def check_pieces(pieces: Int64s, local: AddressTable, remote: AddressTable) -> t
     return found[0], found[1]
 
 
-def coalesce(pieces: Int64s, *labels: Int64s) -> Int64s:
-    """Merge neighbours that are contiguous on both sides; keep the order and drop pieces without bytes.
-
-    May return `pieces` itself.
-
-    Neighbours whose `labels` (each int64[N]: region indices) differ stay apart: two regions may touch.
-    """
-    kept, full = pieces, pieces[:, 2] > 0
-    if not full.all():
-        kept, labels = pieces[full], tuple(label[full] for label in labels)
-    ends = kept[:-1, :2] + kept[:-1, 2:]
-    joins = (ends[:, 0] == kept[1:, 0]) & (ends[:, 1] == kept[1:, 1])
-    for label in labels:
-        joins &= label[1:] == label[:-1]
-    if not joins.any():
-        return kept
-    first = np.flatnonzero(np.concatenate(([True], ~joins)))
-    return np.column_stack((kept[first, :2], np.add.reduceat(kept[:, 2], first)))
-
-
 def cut(pieces: Int64s, max_pieces: int, max_bytes: int) -> list[Int64s]:
     """Cut pieces, in order, into runs of at most `max_pieces` pieces and `max_bytes` bytes, all copies.
 

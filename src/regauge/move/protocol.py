@@ -390,6 +390,10 @@ class Sender:
         """State of each transfer that is not over, for inspection."""
         return {n: "failed" if t.failed else "granted" if t.grant else "offered" for n, t in self._outbound.items()}
 
+    def free_slots(self, peer: str) -> int:
+        """Staging slots of a peer that no chunk occupies, for inspection."""
+        return len(self._free.get(peer, ()))
+
     def link_up(self, peer: str, limits: LinkLimits) -> None:
         """A link to a decode worker stands."""
         self._limits[peer] = limits

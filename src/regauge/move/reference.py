@@ -36,18 +36,17 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
+from regauge.layout.dtypes import CONVERTIBLE, DTYPES
 from regauge.plan.tiles import Convert, Tiles
 
 Bytes = npt.NDArray[np.uint8]
 Float32 = npt.NDArray[np.float32]
 Codes = npt.NDArray[np.unsignedinteger[Any]]
 
-ITEMSIZE: Mapping[str, int] = MappingProxyType(
-    {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
-)
-"""Bytes of one element of every dtype that the kernels know."""
+ITEMSIZE: Mapping[str, int] = MappingProxyType({name: DTYPES[name].itemsize for name in sorted(CONVERTIBLE)})
+"""Bytes of one element of every dtype that the kernels convert."""
 
-MAX_FINITE: Mapping[str, float] = MappingProxyType({"float16": 65504.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0})
+MAX_FINITE: Mapping[str, float] = MappingProxyType({n: DTYPES[n].max for n in ITEMSIZE if DTYPES[n].saturates})
 """Largest finite value of the dtypes that saturate."""
 
 _FP8: Mapping[str, Any] = MappingProxyType(

@@ -27,8 +27,9 @@ import numpy.typing as npt
 
 from regauge.errors import ProtocolError, TransportError
 from regauge.move.memory import Slab
-from regauge.move.pieces import AddressTable, Chunk, Int64s, Region, check_pieces, coalesce, cut
+from regauge.move.pieces import AddressTable, Chunk, Int64s, Region, check_pieces, cut
 from regauge.move.ticket import Ticket, TicketState
+from regauge.plan.axes import coalesce
 
 MAX_EXPORT_BYTES = 1 << 20
 MAX_REGIONS = 1024
@@ -46,7 +47,6 @@ __all__ = [
     "TicketState",
     "Transport",
     "check_pieces",
-    "coalesce",
     "cut",
     "decode_export",
     "instant",

@@ -52,20 +52,23 @@ def merge(loops: list[Loop]) -> list[Loop]:
     return out
 
 
-def coalesce(pieces: Int64) -> Int64:
-    """Join pieces, int64[n, 3] of (source, target, bytes), that continue each other on both sides.
+def coalesce(pieces: Int64, *labels: Int64) -> Int64:
+    """Join pieces, int64[n, 3] of (source, target, bytes), with the next where it continues them on both sides.
 
-    The result is ordered by target address: a receiver walks its memory once.
+    Keeps the order and drops pieces without bytes; may return `pieces` itself. Neighbours whose `labels` (each
+    int64[n]: region indices) differ stay apart: two regions may touch.
     """
-    if len(pieces) < 2:
-        return pieces
-    pieces = pieces[np.argsort(pieces[:, 1], kind="stable")]
-    ends = pieces[:, :2] + pieces[:, 2:]
-    fresh = np.concatenate(([True], (pieces[1:, :2] != ends[:-1]).any(axis=1)))
-    starts = np.nonzero(fresh)[0]
-    out = pieces[starts].copy()
-    out[:, 2] = np.add.reduceat(pieces[:, 2], starts)
-    return out
+    kept, full = pieces, pieces[:, 2] > 0
+    if not full.all():
+        kept, labels = pieces[full], tuple(label[full] for label in labels)
+    ends = kept[:-1, :2] + kept[:-1, 2:]
+    joins = (ends[:, 0] == kept[1:, 0]) & (ends[:, 1] == kept[1:, 1])
+    for label in labels:
+        joins &= label[1:] == label[:-1]
+    if not joins.any():
+        return kept
+    first = np.flatnonzero(np.concatenate(([True], ~joins)))
+    return np.column_stack((kept[first, :2], np.add.reduceat(kept[:, 2], first)))
 
 
 def outer_sum(bases: Int64, offsets: Int64) -> Int64:

@@ -340,4 +340,7 @@ def pieces(tiles: Sequence[Tiles]) -> Int64:
             steps = np.arange(count)
             src, dst = outer_sum(src, steps * a), outer_sum(dst, steps * b)
         parts.append(np.stack([src, dst, np.full(len(src), box.run)], axis=1))
-    return coalesce(np.concatenate(parts)) if parts else np.empty((0, 3), np.int64)
+    if not parts:
+        return np.empty((0, 3), np.int64)
+    everything = np.concatenate(parts)
+    return coalesce(everything[np.argsort(everything[:, 1], kind="stable")])

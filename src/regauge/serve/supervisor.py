@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import aiohttp
 import msgspec
@@ -159,9 +159,12 @@ class Supervisor:
             watching = asyncio.create_task(self._watch())
             readying = asyncio.create_task(self._announce())
             stopping = asyncio.create_task(self._stop.wait())
-            tasks: set[asyncio.Task[object]] = {watching, readying, stopping}
-            done, _ = await asyncio.wait({watching, stopping}, return_when=asyncio.FIRST_COMPLETED)
-            for task in tasks:
+            ends: set[asyncio.Task[Any]] = {watching, stopping}
+            done, _ = await asyncio.wait({*ends, readying}, return_when=asyncio.FIRST_COMPLETED)
+            if readying in done:
+                readying.result()
+                done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            for task in (*ends, readying):
                 task.cancel()
             return 0 if stopping in done else 1
         finally:

@@ -10,8 +10,9 @@ import contextlib
 import ctypes
 import signal
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import structlog
@@ -123,6 +124,15 @@ def _reply(error: wire.ErrorEvent) -> Response:
     return _json(error, wire.STATUS[error.code])
 
 
+class _Server(uvicorn.Server):
+    """uvicorn without its own signal handlers: they would end the process before the engine and the links are closed."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave signals to `run`."""
+        yield
+
+
 async def run(spec_: wire.WorkerSpec) -> None:
     """Load the model, open the links, serve until SIGTERM."""
     config = spec_.config
@@ -143,11 +153,16 @@ async def run(spec_: wire.WorkerSpec) -> None:
     else:
         worker = PrefillWorker(spec_, memory, model, transport)
     sock = listen("127.0.0.1", spec_.port)
-    server = uvicorn.Server(uvicorn.Config(Starlette(routes=routes(worker)), log_config=None, log_level="warning", access_log=False,
-                                           timeout_graceful_shutdown=5))  # fmt: skip
+    server = _Server(uvicorn.Config(Starlette(routes=routes(worker)), log_config=None, log_level="warning",
+                                    access_log=False, timeout_graceful_shutdown=5))  # fmt: skip
+    stop = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
     serving = asyncio.create_task(server.serve(sockets=[sock]))
+    stopping = asyncio.create_task(stop.wait())
     log.info("ready", role=spec_.role, pages=worker.pool.pages, page_size=worker.pool.page_size)
-    await asyncio.wait([serving, worker.engine.failed], return_when=asyncio.FIRST_COMPLETED)
+    ends: list[asyncio.Future[Any]] = [serving, stopping, worker.engine.failed]
+    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
     server.should_exit = True
     await worker.close()
     await serving

@@ -7,6 +7,7 @@ stands beside both. A DIRECT or REMAP pair of the same dtype must agree with its
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,7 +73,7 @@ def measure(
     if prompt < 1 or answer < 1:
         raise ConfigError("--prompt-tokens and --answer-tokens are at least 1")
     folder = prepare(model, cache_dir(), say)
-    engine = LocalModel(folder, 0)
+    engine = LocalModel(folder, os.cpu_count() or 1)  # nothing else runs beside it
     bench = Bench(engine, documents(folder, text, prompt + answer), prompt)
     base = load_model(str(folder))
     plain = bench.run(load_layout("fp32", base), None)
