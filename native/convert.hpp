@@ -23,7 +23,7 @@ struct Conversion {
 
 /// What a kernel has worked out for the last scales it met; one per thread, empty at first.
 struct alignas(32) Memo {
-  std::uint8_t data[96];
+  std::uint8_t data[96] = {};
   std::uint32_t key[2];
   bool full = false;
 };

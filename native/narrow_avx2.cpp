@@ -15,6 +15,7 @@ namespace {
 
 using Int = std::int64_t;
 constexpr Int kBlock = 32, kGroup = 4;  // elements; blocks whose codes are checked together before they are stored
+constexpr std::uint8_t kPause = 15;       // chunks done without steps after one in which they failed too often
 
 template <class Dst>
 struct Grid;
@@ -29,13 +30,12 @@ struct Grid<E5M2> {
   static constexpr std::uint32_t kLargest = 0x7b;
 };
 
-// Exponents count from `base`: 0 is so small that the code is 0; 1 .. kDoubtful may give subnormal codes, whose steps
-// differ; from there on codes are normal, until they saturate.
+// Exponents count from `base`: up to kZero they are so small that the code is 0; up to kNormal codes may be subnormal, whose
+// steps differ; from there on codes are normal, until they saturate.
 template <class Dst>
 struct Steps {
   static constexpr int kMantissa = Grid<Dst>::kMantissa;
-  static constexpr std::uint32_t kDoubtful = kMantissa + 2u;
-  static constexpr std::uint32_t kSaturated = kDoubtful + (1u << (7 - kMantissa));
+  static constexpr std::uint32_t kZero = 2, kNormal = kZero + kMantissa + 2, kSaturated = kNormal + (1u << (7 - kMantissa));
   std::uint8_t first[16];  // of every bucket: its first code, less the code of 1.0
   std::int8_t last[16];    // the last fraction that has this code
   std::uint8_t base;
@@ -62,7 +62,7 @@ struct Steps {
       t.first[i] = static_cast<std::uint8_t>(c[0] - (Grid<Dst>::kBias << kMantissa));
       t.last[i] = static_cast<std::int8_t>(8 * i + same - 1);
     }
-    t.base = static_cast<std::uint8_t>(127 - k - Grid<Dst>::kBias - static_cast<int>(kDoubtful));
+    t.base = static_cast<std::uint8_t>(127 - k - Grid<Dst>::kBias - static_cast<int>(kNormal));
     t.usable = true;
     return t;
   }
@@ -72,42 +72,62 @@ REGAUGE_INLINE __m256i both_lanes(const void* p) {
   return _mm256_broadcastsi128_si256(_mm_loadu_si128(static_cast<const __m128i*>(p)));
 }
 
-// The steps in registers, and what says whether they were right.
-template <class Dst>
-struct Stepper {
-  using S = Steps<Dst>;
-  __m256i first, last, base;
-  __m256i lowest, highest;  // exponent - base - 1, modulo 256; exponent
+// Hide where a constant comes from: else the compiler makes it anew for every row, from general registers.
+REGAUGE_INLINE __m256i kept(__m256i v) {
+  __asm__("" : "+x"(v));
+  return v;
+}
 
-  REGAUGE_INLINE explicit Stepper(const S& t) : first(both_lanes(t.first)), last(both_lanes(t.last)), base(bytes(t.base)) {
+template <class Dst>
+struct Constants {
+  using S = Steps<Dst>;
+  static constexpr std::uint32_t kZeroEnd = (S::kZero + 1) << S::kMantissa, kOffset = S::kNormal << S::kMantissa;
+  __m256i split = kept(both_lanes("\x00\x02\x04\x06\x08\x0a\x0c\x0e\x01\x03\x05\x07\x09\x0b\x0d\x0f"));
+  __m256i bucket = kept(bytes(0x0fu)), fraction = kept(bytes(0x7fu)), sign = kept(bytes(0x80u));
+  __m256i zero_end = kept(bytes(kZeroEnd)), offset = kept(bytes(kOffset));
+  __m256i doubtful = kept(bytes(kOffset + (1u << S::kMantissa) - 1u - kZeroEnd));
+  __m256i saturated = kept(bytes(S::kSaturated)), largest = kept(bytes(Grid<Dst>::kLargest));
+};
+
+// The steps in registers, and what says whether they were right. Bounded: no element is NaN or saturates.
+template <class Dst, bool Bounded>
+struct Stepper {
+  const Constants<Dst>& k;
+  __m256i first, last, base;
+  __m256i lowest, highest;  // code + kOffset - kZeroEnd, modulo 256; exponent
+
+  REGAUGE_INLINE Stepper(const Constants<Dst>& constants, const Steps<Dst>& t, int raise = 0)
+      : k(constants), first(both_lanes(t.first)), last(both_lanes(t.last)),
+        base(bytes(static_cast<std::uint32_t>(t.base + raise))) {
     restart();
   }
-  REGAUGE_INLINE void restart() { lowest = bytes(0xffu), highest = _mm256_setzero_si256(); }
+  REGAUGE_INLINE void restart() { lowest = _mm256_set1_epi8(-1), highest = _mm256_setzero_si256(); }
   /// False if an element since the last restart may be subnormal in the target, or is NaN or infinite.
   REGAUGE_INLINE bool right() const {
-    const __m256i low = _mm256_cmpeq_epi8(_mm256_min_epu8(lowest, bytes(S::kDoubtful - 1u)), lowest);
-    const __m256i bad = _mm256_or_si256(low, _mm256_cmpeq_epi8(highest, bytes(0xffu)));
+    __m256i bad = _mm256_cmpeq_epi8(_mm256_min_epu8(lowest, k.doubtful), lowest);
+    if constexpr (!Bounded) bad = _mm256_or_si256(bad, _mm256_cmpeq_epi8(highest, _mm256_set1_epi8(-1)));
     return _mm256_testz_si256(bad, bad);
   }
 
   /// The codes of 32 elements.
   REGAUGE_INLINE __m256i codes(const Byte* s) {
-    const __m256i split = both_lanes("\x00\x02\x04\x06\x08\x0a\x0c\x0e\x01\x03\x05\x07\x09\x0b\x0d\x0f");
-    const __m256i x = _mm256_shuffle_epi8(load_bytes(s), split), y = _mm256_shuffle_epi8(load_bytes(s + 32), split);
+    const __m256i x = _mm256_shuffle_epi8(load_bytes(s), k.split), y = _mm256_shuffle_epi8(load_bytes(s + 32), k.split);
     const __m256i low = _mm256_unpacklo_epi64(x, y), high = _mm256_unpackhi_epi64(x, y);
     const __m256i odd = _mm256_cmpgt_epi8(_mm256_setzero_si256(), low);
     const __m256i exponent = _mm256_sub_epi8(_mm256_add_epi8(high, high), odd);
-    const __m256i fraction = _mm256_and_si256(low, bytes(0x7fu));
-    const __m256i bucket = _mm256_and_si256(_mm256_srli_epi16(low, 3), bytes(0x0fu));
-    const __m256i next = _mm256_cmpgt_epi8(fraction, _mm256_shuffle_epi8(last, bucket));
+    const __m256i bucket = _mm256_and_si256(_mm256_srli_epi16(low, 3), k.bucket);
+    const __m256i next = _mm256_cmpgt_epi8(_mm256_and_si256(low, k.fraction), _mm256_shuffle_epi8(last, bucket));
     const __m256i step = _mm256_sub_epi8(_mm256_shuffle_epi8(first, bucket), next);
     __m256i e = _mm256_subs_epu8(exponent, base);
-    lowest = _mm256_min_epu8(lowest, _mm256_sub_epi8(e, bytes(1)));
-    highest = _mm256_max_epu8(highest, exponent);
-    e = _mm256_slli_epi16(_mm256_min_epu8(e, bytes(S::kSaturated)), S::kMantissa);
-    __m256i c = _mm256_subs_epu8(_mm256_add_epi8(e, step), bytes(S::kDoubtful << S::kMantissa));
-    c = _mm256_min_epu8(c, bytes(Grid<Dst>::kLargest));
-    return _mm256_permute4x64_epi64(_mm256_or_si256(c, _mm256_and_si256(high, bytes(0x80u))), 0xd8);
+    if constexpr (!Bounded) {
+      highest = _mm256_max_epu8(highest, exponent);
+      e = _mm256_min_epu8(e, k.saturated);
+    }
+    __m256i c = _mm256_add_epi8(_mm256_slli_epi16(e, Grid<Dst>::kMantissa), step);
+    lowest = _mm256_min_epu8(lowest, _mm256_sub_epi8(c, k.zero_end));
+    c = _mm256_subs_epu8(c, k.offset);
+    if constexpr (!Bounded) c = _mm256_min_epu8(c, k.largest);
+    return _mm256_permute4x64_epi64(_mm256_or_si256(c, _mm256_and_si256(high, k.sign)), 0xd8);
   }
 };
 
@@ -120,16 +140,17 @@ __attribute__((noinline)) void plain_part(const RowBatch& b, const Byte* s, Byte
 }
 
 // Blocks blocks, stored unless one of them needs the plain kernel: a line that was streamed is dear to write again.
-template <class Dst, bool Stream, int Blocks>
-REGAUGE_INLINE bool step_group(const Byte* s, Byte* d, const Byte* ahead, Stepper<Dst>& steps) {
+template <int Blocks, bool Stream, class Steps>
+REGAUGE_INLINE bool step_group(const Byte* s, Byte* d, const Byte* ahead, Steps& steps) {
   __m256i c[Blocks];
 #pragma GCC unroll 4
   for (int k = 0; k < Blocks; ++k) {
     _mm_prefetch(reinterpret_cast<const char*>(ahead + 64 * k), _MM_HINT_T0);
     c[k] = steps.codes(s + 64 * k);
   }
-  if (__builtin_expect(!steps.right(), 0)) return steps.restart(), false;
+  const bool right = steps.right();
   steps.restart();
+  if (__builtin_expect(!right, 0)) return false;
 #pragma GCC unroll 4
   for (int k = 0; k < Blocks; ++k) put<Stream>(d + 32 * k, c[k]);
   return true;
@@ -137,18 +158,18 @@ REGAUGE_INLINE bool step_group(const Byte* s, Byte* d, const Byte* ahead, Steppe
 
 // One row; returns how many elements the plain kernel had to do.
 template <class Dst, bool Stream>
-REGAUGE_INLINE Int step_row(const Byte* s, Byte* d, const Byte* ahead, Stepper<Dst>& steps, const RowBatch& b,
+REGAUGE_INLINE Int step_row(const Byte* s, Byte* d, const Byte* ahead, Stepper<Dst, false>& steps, const RowBatch& b,
                             ConvertRows plain) {
   constexpr Int kWide = kGroup * kBlock, kLine = 2 * kBlock;
   Int i = 0, slow = 0;
   for (; i + kWide <= b.n; i += kWide) {
-    if (step_group<Dst, Stream, kGroup>(s + 2 * i, d + i, ahead + 2 * i, steps)) continue;
+    if (step_group<kGroup, Stream>(s + 2 * i, d + i, ahead + 2 * i, steps)) continue;
     plain_part(b, s + 2 * i, d + i, kWide, plain);
     slow += kWide;
   }
   if (__builtin_expect(i == b.n, 1)) return slow;
   for (; i + kLine <= b.n; i += kLine) {
-    if (step_group<Dst, Stream, 2>(s + 2 * i, d + i, ahead + 2 * i, steps)) continue;
+    if (step_group<2, Stream>(s + 2 * i, d + i, ahead + 2 * i, steps)) continue;
     plain_part(b, s + 2 * i, d + i, kLine, plain);
     slow += kLine;
   }
@@ -158,7 +179,8 @@ REGAUGE_INLINE Int step_row(const Byte* s, Byte* d, const Byte* ahead, Stepper<D
 
 template <class Dst, bool Stream>
 Int step_rows(const RowBatch& b, const Steps<Dst>& table, ConvertRows plain) {
-  Stepper<Dst> steps(table);
+  const Constants<Dst> constants;
+  Stepper<Dst, false> steps(constants, table);
   const Fetch fetch(b, 2 * b.n);
   Int slow = 0;
   for (Int o = 0; o < b.outer; ++o) {
@@ -188,7 +210,6 @@ inline bool whole_lines(const RowBatch& b) {
 // Where many codes are subnormal the steps only cost time: leave them alone for some chunks, then look again.
 template <class Dst>
 void step_chunk(const RowBatch& b, bool lines, Steps<Dst>& table, ConvertRows plain) {
-  constexpr std::uint8_t kPause = 15;
   if (table.pause > 0) {
     --table.pause;
     plain(b);
@@ -278,8 +299,9 @@ REGAUGE_INLINE void scales_of(const std::uint16_t* most, float* scale, float* fa
 
 // A row of finite numbers with its own scale: no code can saturate.
 template <class Dst, bool Stream>
-REGAUGE_INLINE void bounded_row(const Byte* s, Byte* d, const Byte* ahead, Int blocks, __m256 factor) {
+__attribute__((noinline)) void bounded_row(const Byte* s, Byte* d, const Byte* ahead, Int blocks, float scale) {
   using Code = EncoderOf<Dst>;
+  const __m256 factor = _mm256_set1_ps(scale);
   for (; blocks > 0; --blocks, s += 2 * kBlock, d += kBlock, ahead += 2 * kBlock) {
     _mm_prefetch(reinterpret_cast<const char*>(ahead), _MM_HINT_T0);
     __m256 v[4];
@@ -290,8 +312,42 @@ REGAUGE_INLINE void bounded_row(const Byte* s, Byte* d, const Byte* ahead, Int b
   }
 }
 
+// A computed scale is amax / MAX, and amax is a bfloat16: up to a power of two there are 128 scales.
+template <class Dst>
+struct ScaleSteps {
+  static constexpr int kExponent = 127, kLeast = 40;  // of amax: that of the tables; below this one scales get too small
+  Steps<Dst> of[128];
+
+  explicit ScaleSteps(ConvertRows plain) {
+    for (std::uint32_t m = 0; m < 128; ++m) {
+      float s = float_of(static_cast<std::uint32_t>(kExponent) << 23 | m << 16) / float_of(Dst::kMax);
+      RowBatch b{};
+      b.dst_scale = reinterpret_cast<Byte*>(&s), b.src_size = 2;
+      of[m] = Steps<Dst>::make(b, 1.0f / s, plain);
+    }
+  }
+};
+
+// A row by its steps; returns how many of its groups had to be done again.
 template <class Dst, bool Stream>
-void scale_rows(const RowBatch& b, DynamicRows plain) {
+REGAUGE_INLINE Int scaled_steps(const Byte* s, Byte* d, const Byte* ahead, Int blocks, std::uint32_t amax, float factor,
+                                const ScaleSteps<Dst>& tables, const Constants<Dst>& constants) {
+  const int raise = static_cast<int>(amax >> 7) - ScaleSteps<Dst>::kExponent;
+  Stepper<Dst, true> steps(constants, tables.of[amax & 127u], raise);
+  Int slow = 0;
+  for (; blocks >= kGroup; blocks -= kGroup, s += 64 * kGroup, d += 32 * kGroup, ahead += 64 * kGroup) {
+    if (__builtin_expect(step_group<kGroup, Stream>(s, d, ahead, steps), 1)) continue;
+    bounded_row<Dst, Stream>(s, d, ahead, kGroup, factor);
+    ++slow;
+  }
+  if (blocks > 0) bounded_row<Dst, Stream>(s, d, ahead, blocks, factor);
+  return slow;
+}
+
+// Up to kRows rows. `pause`: as in Steps, for the whole thread.
+template <class Dst, bool Stream>
+void scale_rows(const RowBatch& b, const ScaleSteps<Dst>& tables, Byte& pause, DynamicRows plain) {
+  constexpr std::uint32_t kInfinite = kInf >> 16, kLeast = ScaleSteps<Dst>::kLeast << 7;
   alignas(32) std::uint16_t most[kRows] = {};
   alignas(32) float scale[kRows], factor[kRows];
   const Fetch fetch(b, 2 * b.n);
@@ -299,36 +355,46 @@ void scale_rows(const RowBatch& b, DynamicRows plain) {
   for (Int r = 0; r < b.rows; ++r) most[r] = largest(b.src + r * b.src_stride, blocks);
   scales_of<Dst>(most, scale, factor);
   for (Int r = 0; r < b.rows; ++r) std::memcpy(b.dst_scale + r * b.dst_scale_stride, scale + r, 4);
-  for (Int r = 0; r < b.rows; ++r) {
-    const Byte* s = b.src + r * b.src_stride;
-    Byte* d = b.dst + r * b.dst_stride;
-    if (__builtin_expect(most[r] < kInf >> 16, 1))
-      bounded_row<Dst, Stream>(s, d, fetch.row(0, r), blocks, _mm256_set1_ps(factor[r]));
-    else plain(some_rows(b, r, 1));
+  const Constants<Dst> constants;
+  const bool stepping = pause == 0;
+  Int slow = 0;
+  const Byte *s = b.src, *ahead = fetch.at;
+  Byte* d = b.dst;
+  for (Int r = 0; r < b.rows; ++r, s += b.src_stride, d += b.dst_stride, ahead += fetch.stride) {
+    const std::uint32_t amax = most[r];
+    if (__builtin_expect(amax >= kInfinite, 0)) plain(some_rows(b, r, 1));
+    else if (stepping && amax >= kLeast)
+      slow += scaled_steps<Dst, Stream>(s, d, ahead, blocks, amax, factor[r], tables, constants);
+    else bounded_row<Dst, Stream>(s, d, ahead, blocks, factor[r]);
   }
+  if (!stepping) --pause;
+  else if (5 * slow * kGroup > b.rows * blocks) pause = kPause;
 }
 
 template <class Dst>
-void scale_batch(const RowBatch& b, DynamicRows plain) {
+void scale_batch(const RowBatch& b, const Kernels& plain) {
   constexpr Int kLongest = 1024;  // elements: kRows such rows stay in the caches between the passes
   if (b.n % kBlock || b.n > kLongest || b.divide || b.src_scale) {
-    plain(b);
+    plain.dynamic(b);
     return;
   }
+  static const ScaleSteps<Dst> tables(plain.convert);
+  Memo own{};
+  Byte& pause = (b.memo ? b.memo : &own)->data[0];
   const bool lines = whole_lines(b);
   for (Int o = 0; o < b.outer; ++o) {
     const RowBatch inner = inner_batch(b, o);
     for (Int r = 0; r < b.rows; r += kRows) {
-      if (lines) scale_rows<Dst, true>(some_rows(inner, r, kRows), plain);
-      else scale_rows<Dst, false>(some_rows(inner, r, kRows), plain);
+      if (lines) scale_rows<Dst, true>(some_rows(inner, r, kRows), tables, pause, plain.dynamic);
+      else scale_rows<Dst, false>(some_rows(inner, r, kRows), tables, pause, plain.dynamic);
     }
   }
 }
 
 void e4m3_rows(const RowBatch& b) { narrow_rows<E4M3>(b, kernels(Dtype::kBFloat16, Dtype::kE4M3).convert); }
 void e5m2_rows(const RowBatch& b) { narrow_rows<E5M2>(b, kernels(Dtype::kBFloat16, Dtype::kE5M2).convert); }
-void e4m3_scales(const RowBatch& b) { scale_batch<E4M3>(b, kernels(Dtype::kBFloat16, Dtype::kE4M3).dynamic); }
-void e5m2_scales(const RowBatch& b) { scale_batch<E5M2>(b, kernels(Dtype::kBFloat16, Dtype::kE5M2).dynamic); }
+void e4m3_scales(const RowBatch& b) { scale_batch<E4M3>(b, kernels(Dtype::kBFloat16, Dtype::kE4M3)); }
+void e5m2_scales(const RowBatch& b) { scale_batch<E5M2>(b, kernels(Dtype::kBFloat16, Dtype::kE5M2)); }
 
 }  // namespace
 

@@ -73,10 +73,11 @@ REGAUGE_INLINE Table make_table(const RowScales& s) {
   return {_mm256_permute2x128_si256(packed, packed, 0x00), _mm256_permute2x128_si256(packed, packed, 0x11), bytes(flip)};
 }
 
+// Largest magnitudes of codes so far tell whether a special one is among them.
 template <class Src>
-REGAUGE_INLINE bool has_special(__m256i x) {
-  const __m256i m = _mm256_and_si256(x, bytes(0x7fu)), bound = bytes(Shape<Src>::kSpecial);
-  return _mm256_movemask_epi8(_mm256_cmpeq_epi8(_mm256_max_epu8(m, bound), m)) != 0;
+REGAUGE_INLINE bool has_special(__m256i most) {
+  const __m256i found = _mm256_cmpeq_epi8(_mm256_max_epu8(most, bytes(Shape<Src>::kSpecial)), most);
+  return !_mm256_testz_si256(found, found);
 }
 
 // 32 codes to 32 bfloat16.
@@ -102,28 +103,44 @@ __attribute__((noinline)) void plain_part(const RowBatch& b, Int row, Int at, In
   part.src += row * b.src_stride + at, part.dst += row * b.dst_stride + 2 * at;
   if (b.src_scale) part.src_scale += row * b.src_scale_stride;
   if (b.dst_scale) part.dst_scale += row * b.dst_scale_stride;
-  part.rows = 1, part.n = count, part.stream = false, part.ahead = nullptr;
+  part.rows = 1, part.n = count, part.stream = b.stream && count % 32 == 0, part.ahead = nullptr;
   rest(part);
+}
+
+// Blocks blocks of 32 codes; false, and nothing stored, if a special code is among them.
+template <class Src, bool Stream, int Blocks>
+REGAUGE_INLINE bool table_group(const Byte* s, Byte* d, const Byte* ahead, const Table& t) {
+  __m256i x[Blocks], most = _mm256_setzero_si256();
+#pragma GCC unroll 4
+  for (int k = 0; k < Blocks; ++k) {
+    if (k % 2 == 0) _mm_prefetch(reinterpret_cast<const char*>(ahead + 32 * k), _MM_HINT_T0);
+    x[k] = load_bytes(s + 32 * k);
+    most = _mm256_max_epu8(most, _mm256_and_si256(x[k], bytes(0x7fu)));
+  }
+  if (__builtin_expect(has_special<Src>(most), 0)) return false;
+#pragma GCC unroll 4
+  for (int k = 0; k < Blocks; ++k) table_block<Src, Stream>(x[k], d + 64 * k, t);
+  return true;
 }
 
 // Rows that share a table.
 template <class Src, bool Stream>
 void rows_with(const RowBatch& b, const Table& shared, ConvertRows rest) {
+  constexpr Int kWide = 128;  // codes
   const Table t = shared;
   const Fetch fetch(b, b.n);
-  for (Int o = 0; o < b.outer; ++o)
-    for (Int r = 0; r < b.rows; ++r) {
-      const Byte *s = b.src + o * b.outer_stride[kSrc] + r * b.src_stride, *ahead = fetch.row(o, r);
-      Byte* d = b.dst + o * b.outer_stride[kDst] + r * b.dst_stride;
+  for (Int o = 0; o < b.outer; ++o) {
+    const Byte *s = b.src + o * b.outer_stride[kSrc], *ahead = fetch.row(o, 0);
+    Byte* d = b.dst + o * b.outer_stride[kDst];
+    for (Int r = 0; r < b.rows; ++r, s += b.src_stride, d += b.dst_stride, ahead += fetch.stride) {
       Int i = 0;
-      for (; i + 32 <= b.n; i += 32) {
-        _mm_prefetch(reinterpret_cast<const char*>(ahead + i), _MM_HINT_T0);
-        const __m256i x = load_bytes(s + i);
-        if (__builtin_expect(has_special<Src>(x), 0)) plain_part(inner_batch(b, o), r, i, 32, rest);
-        else table_block<Src, Stream>(x, d + 2 * i, t);
-      }
+      for (; i + kWide <= b.n; i += kWide)
+        if (!table_group<Src, Stream, 4>(s + i, d + 2 * i, ahead + i, t)) plain_part(inner_batch(b, o), r, i, kWide, rest);
+      for (; i + 32 <= b.n; i += 32)
+        if (!table_group<Src, Stream, 1>(s + i, d + 2 * i, ahead + i, t)) plain_part(inner_batch(b, o), r, i, 32, rest);
       if (i < b.n) plain_part(inner_batch(b, o), r, i, b.n - i, rest);
     }
+  }
 }
 
 // Small batches with one scale throughout, as page tables give, share the table of the batch before.

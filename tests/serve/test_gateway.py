@@ -325,7 +325,7 @@ async def test_the_process_serves_until_a_signal(
         assert process.stderr is not None
         lines: list[str] = []
         async with asyncio.timeout(60):
-            while not any("Application startup complete" in line for line in lines):
+            while sum("worker is up" in line for line in lines) < 2:
                 lines.append((await process.stderr.readline()).decode())
                 assert lines[-1], "".join(lines)
         rig.base = f"http://127.0.0.1:{config.port}"

@@ -145,7 +145,7 @@ async def test_a_chat_prompt_streams_a_sensible_answer_and_the_log_names_the_pat
     assert chunks[-1]["usage"]["completion_tokens"] == 24
     assert chunks[-1]["usage"]["prompt_tokens"] > 10
     assert chunks[0]["system_fingerprint"] == "regauge-CONVERT"
-    line = await until(lambda: re.search(f".*{request_id}.*", served.text()), 5, "the log line")
+    line = await until(lambda: re.search(f".*request_id={request_id} route=.*", served.text()), 5, "the log line")
     for part in ("path=CONVERT", "mode=fused", "wire_bytes=", "ttft_s=", "tpot_s="):
         assert part in line[0]
     assert "path     CONVERT: dtype float8_e4m3fn -> bfloat16; page size 64 -> 16" in served.text()
