@@ -1,135 +1,15 @@
-// bfloat16 to fp8, what prefill sends most: by steps where rows share a scale, and in three passes where every row's scale
-// is computed. Whatever these two cannot do goes to the kernels of convert_avx2.cpp.
-//
-// Steps. With one positive factor g * 2^k, 1 <= g < 2, a code depends on the 7 fraction bits of its source, and an
-// exponent more adds 2^M to it (M: fraction bits of the target). Neighbouring codes lie at least 16 / g > 8 fractions
-// apart, so that each of sixteen buckets of 8 fractions holds at most one step: a byte shuffle finds the bucket's first code,
-// another one the fraction after which the next code begins. 32 elements are 32 bytes of one register all the way.
+// bfloat16 to fp8, what prefill sends most: by steps (steps_avx2.hpp) where rows share a scale, and in three passes where
+// every row's scale is computed. Whatever these two cannot do goes to the kernels of convert_avx2.cpp.
 #include "convert.hpp"
 
 #if defined(__AVX2__)
-#include "convert_avx2.hpp"
+#include "steps_avx2.hpp"
 
 namespace regauge::avx2 {
 namespace {
 
-using Int = std::int64_t;
 constexpr Int kBlock = 32, kGroup = 4;  // elements; blocks whose codes are checked together before they are stored
-constexpr std::uint8_t kPause = 15;       // chunks done without steps after one in which they failed too often
-
-template <class Dst>
-struct Grid;
-template <>
-struct Grid<E4M3> {
-  static constexpr int kMantissa = 3, kBias = 7;
-  static constexpr std::uint32_t kLargest = 0x7e;  // code
-};
-template <>
-struct Grid<E5M2> {
-  static constexpr int kMantissa = 2, kBias = 15;
-  static constexpr std::uint32_t kLargest = 0x7b;
-};
-
-// Exponents count from `base`: up to kZero they are so small that the code is 0; up to kNormal codes may be subnormal, whose
-// steps differ; from there on codes are normal, until they saturate.
-template <class Dst>
-struct Steps {
-  static constexpr int kMantissa = Grid<Dst>::kMantissa;
-  static constexpr std::uint32_t kZero = 2, kNormal = kZero + kMantissa + 2, kSaturated = kNormal + (1u << (7 - kMantissa));
-  std::uint8_t first[16];  // of every bucket: its first code, less the code of 1.0
-  std::int8_t last[16];    // the last fraction that has this code
-  std::uint8_t base;
-  bool usable;
-  std::uint8_t pause;  // chunks to go before the steps are tried again
-
-  /// For the scales of `b`, whose product is `factor`; `plain` makes the codes.
-  static Steps make(const RowBatch& b, float factor, ConvertRows plain) {
-    Steps t{};
-    const int k = static_cast<int>(bits_of(factor) >> 23) - 127;  // a sign makes it too large
-    if (k < -100 || k > 100) return t;
-    alignas(32) std::uint16_t in[128];
-    alignas(32) Byte codes[128];
-    for (int m = 0; m < 128; ++m) in[m] = static_cast<std::uint16_t>((127 - k) << 7 | m);  // products of 1.0 .. 4.0
-    RowBatch part = b;
-    part.src = reinterpret_cast<const Byte*>(in), part.dst = codes;
-    part.outer = part.rows = 1, part.n = 128, part.stream = false, part.ahead = nullptr;
-    plain(part);
-    for (int i = 0; i < 16; ++i) {
-      const Byte* c = codes + 8 * i;
-      if (c[7] - c[0] > 1) return t;
-      int same = 1;
-      while (same < 8 && c[same] == c[0]) ++same;
-      t.first[i] = static_cast<std::uint8_t>(c[0] - (Grid<Dst>::kBias << kMantissa));
-      t.last[i] = static_cast<std::int8_t>(8 * i + same - 1);
-    }
-    t.base = static_cast<std::uint8_t>(127 - k - Grid<Dst>::kBias - static_cast<int>(kNormal));
-    t.usable = true;
-    return t;
-  }
-};
-
-REGAUGE_INLINE __m256i both_lanes(const void* p) {
-  return _mm256_broadcastsi128_si256(_mm_loadu_si128(static_cast<const __m128i*>(p)));
-}
-
-// Hide where a constant comes from: else the compiler makes it anew for every row, from general registers.
-REGAUGE_INLINE __m256i kept(__m256i v) {
-  __asm__("" : "+x"(v));
-  return v;
-}
-
-template <class Dst>
-struct Constants {
-  using S = Steps<Dst>;
-  static constexpr std::uint32_t kZeroEnd = (S::kZero + 1) << S::kMantissa, kOffset = S::kNormal << S::kMantissa;
-  __m256i split = kept(both_lanes("\x00\x02\x04\x06\x08\x0a\x0c\x0e\x01\x03\x05\x07\x09\x0b\x0d\x0f"));
-  __m256i bucket = kept(bytes(0x0fu)), fraction = kept(bytes(0x7fu)), sign = kept(bytes(0x80u));
-  __m256i zero_end = kept(bytes(kZeroEnd)), offset = kept(bytes(kOffset));
-  __m256i doubtful = kept(bytes(kOffset + (1u << S::kMantissa) - 1u - kZeroEnd));
-  __m256i saturated = kept(bytes(S::kSaturated)), largest = kept(bytes(Grid<Dst>::kLargest));
-};
-
-// The steps in registers, and what says whether they were right. Bounded: no element is NaN or saturates.
-template <class Dst, bool Bounded>
-struct Stepper {
-  const Constants<Dst>& k;
-  __m256i first, last, base;
-  __m256i lowest, highest;  // code + kOffset - kZeroEnd, modulo 256; exponent
-
-  REGAUGE_INLINE Stepper(const Constants<Dst>& constants, const Steps<Dst>& t, int raise = 0)
-      : k(constants), first(both_lanes(t.first)), last(both_lanes(t.last)),
-        base(bytes(static_cast<std::uint32_t>(t.base + raise))) {
-    restart();
-  }
-  REGAUGE_INLINE void restart() { lowest = _mm256_set1_epi8(-1), highest = _mm256_setzero_si256(); }
-  /// False if an element since the last restart may be subnormal in the target, or is NaN or infinite.
-  REGAUGE_INLINE bool right() const {
-    __m256i bad = _mm256_cmpeq_epi8(_mm256_min_epu8(lowest, k.doubtful), lowest);
-    if constexpr (!Bounded) bad = _mm256_or_si256(bad, _mm256_cmpeq_epi8(highest, _mm256_set1_epi8(-1)));
-    return _mm256_testz_si256(bad, bad);
-  }
-
-  /// The codes of 32 elements.
-  REGAUGE_INLINE __m256i codes(const Byte* s) {
-    const __m256i x = _mm256_shuffle_epi8(load_bytes(s), k.split), y = _mm256_shuffle_epi8(load_bytes(s + 32), k.split);
-    const __m256i low = _mm256_unpacklo_epi64(x, y), high = _mm256_unpackhi_epi64(x, y);
-    const __m256i odd = _mm256_cmpgt_epi8(_mm256_setzero_si256(), low);
-    const __m256i exponent = _mm256_sub_epi8(_mm256_add_epi8(high, high), odd);
-    const __m256i bucket = _mm256_and_si256(_mm256_srli_epi16(low, 3), k.bucket);
-    const __m256i next = _mm256_cmpgt_epi8(_mm256_and_si256(low, k.fraction), _mm256_shuffle_epi8(last, bucket));
-    const __m256i step = _mm256_sub_epi8(_mm256_shuffle_epi8(first, bucket), next);
-    __m256i e = _mm256_subs_epu8(exponent, base);
-    if constexpr (!Bounded) {
-      highest = _mm256_max_epu8(highest, exponent);
-      e = _mm256_min_epu8(e, k.saturated);
-    }
-    __m256i c = _mm256_add_epi8(_mm256_slli_epi16(e, Grid<Dst>::kMantissa), step);
-    lowest = _mm256_min_epu8(lowest, _mm256_sub_epi8(c, k.zero_end));
-    c = _mm256_subs_epu8(c, k.offset);
-    if constexpr (!Bounded) c = _mm256_min_epu8(c, k.largest);
-    return _mm256_permute4x64_epi64(_mm256_or_si256(c, _mm256_and_si256(high, k.sign)), 0xd8);
-  }
-};
+constexpr std::uint8_t kPause = 15;     // chunks done without steps after one in which they failed too often
 
 // A part of one row by the plain kernel; all rows share their scales.
 __attribute__((noinline)) void plain_part(const RowBatch& b, const Byte* s, Byte* d, Int count, ConvertRows plain) {
@@ -137,23 +17,6 @@ __attribute__((noinline)) void plain_part(const RowBatch& b, const Byte* s, Byte
   part.src = s, part.dst = d;
   part.outer = part.rows = 1, part.n = count, part.stream = b.stream && count % 64 == 0, part.ahead = nullptr;
   plain(part);
-}
-
-// Blocks blocks, stored unless one of them needs the plain kernel: a line that was streamed is dear to write again.
-template <int Blocks, bool Stream, class Steps>
-REGAUGE_INLINE bool step_group(const Byte* s, Byte* d, const Byte* ahead, Steps& steps) {
-  __m256i c[Blocks];
-#pragma GCC unroll 4
-  for (int k = 0; k < Blocks; ++k) {
-    _mm_prefetch(reinterpret_cast<const char*>(ahead + 64 * k), _MM_HINT_T0);
-    c[k] = steps.codes(s + 64 * k);
-  }
-  const bool right = steps.right();
-  steps.restart();
-  if (__builtin_expect(!right, 0)) return false;
-#pragma GCC unroll 4
-  for (int k = 0; k < Blocks; ++k) put<Stream>(d + 32 * k, c[k]);
-  return true;
 }
 
 // One row; returns how many elements the plain kernel had to do.
@@ -270,32 +133,46 @@ void narrow_rows(const RowBatch& b, ConvertRows plain) {
 
 constexpr Int kRows = 16;
 
-// Largest magnitude of `blocks` blocks, as bfloat16 bits, which order as integers.
-REGAUGE_INLINE std::uint16_t largest(const Byte* s, Int blocks) {
+// Largest magnitudes of `blocks` blocks, as bfloat16 bits, which order as integers: the largest of the eight is the row's.
+REGAUGE_INLINE __m128i largest(const Byte* s, Int blocks) {
+  const __m256i magnitude = halves(0x7fffu);
   __m256i a = _mm256_setzero_si256(), b = a;
-  for (; blocks > 0; --blocks, s += 2 * kBlock) {
-    a = _mm256_max_epu16(a, _mm256_and_si256(load_bytes(s), halves(0x7fffu)));
-    b = _mm256_max_epu16(b, _mm256_and_si256(load_bytes(s + 32), halves(0x7fffu)));
-  }
+  const auto take = [&](const Byte* p) {
+    a = _mm256_max_epu16(a, _mm256_and_si256(load_bytes(p), magnitude));
+    b = _mm256_max_epu16(b, _mm256_and_si256(load_bytes(p + 32), magnitude));
+  };
+  for (; blocks >= 4; blocks -= 4, s += 256) take(s), take(s + 64), take(s + 128), take(s + 192);
+  for (; blocks > 0; --blocks, s += 64) take(s);
   a = _mm256_max_epu16(a, b);
-  const __m128i m = _mm_max_epu16(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
-  // minpos finds the smallest of eight words: look for it among the complements.
-  const __m128i least = _mm_minpos_epu16(_mm_xor_si128(m, _mm_set1_epi16(-1)));
-  return static_cast<std::uint16_t>(~_mm_cvtsi128_si32(least));
+  return _mm_max_epu16(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
 }
 
-// The scales of kRows rows and their reciprocals (`dynamic_scale`, eight at a time).
-template <class Dst>
-REGAUGE_INLINE void scales_of(const std::uint16_t* most, float* scale, float* factor) {
-  for (Int r = 0; r < kRows; r += 8) {
-    const __m128i m = _mm_load_si128(reinterpret_cast<const __m128i*>(most + r));
-    const __m256i amax = _mm256_min_epu32(_mm256_slli_epi32(_mm256_cvtepu16_epi32(m), 16), words(kMaxFinite));
-    __m256 s = _mm256_div_ps(_mm256_castsi256_ps(amax), floats(Dst::kMax));
-    s = _mm256_max_ps(s, floats(kMinNormal));
-    _mm256_store_ps(scale + r, s);
-    _mm256_store_ps(factor + r, _mm256_div_ps(_mm256_set1_ps(1.0f), s));
-  }
+// The largest of eight words for each of eight rows.
+REGAUGE_INLINE __m128i largest_of_each(const __m128i m[8]) {
+  __m128i two[4], four[2];
+  for (int k = 0; k < 4; ++k)
+    two[k] = _mm_max_epu16(_mm_unpacklo_epi16(m[2 * k], m[2 * k + 1]), _mm_unpackhi_epi16(m[2 * k], m[2 * k + 1]));
+  for (int k = 0; k < 2; ++k)
+    four[k] = _mm_max_epu16(_mm_unpacklo_epi32(two[2 * k], two[2 * k + 1]), _mm_unpackhi_epi32(two[2 * k], two[2 * k + 1]));
+  return _mm_max_epu16(_mm_unpacklo_epi64(four[0], four[1]), _mm_unpackhi_epi64(four[0], four[1]));
 }
+
+// What pass two finds out about kRows rows: amax as bfloat16 bits, the scale (`dynamic_scale`, eight at a time), 1 / scale.
+struct RowScales {
+  alignas(32) std::uint16_t amax[kRows];
+  alignas(32) float scale[kRows], factor[kRows];
+
+  REGAUGE_INLINE RowScales(const __m128i* most, float most_code) {
+    for (Int r = 0; r < kRows; r += 8) {
+      const __m128i m = largest_of_each(most + r);
+      _mm_store_si128(reinterpret_cast<__m128i*>(amax + r), m);
+      const __m256i a = _mm256_min_epu32(_mm256_slli_epi32(_mm256_cvtepu16_epi32(m), 16), words(kMaxFinite));
+      const __m256 s = _mm256_max_ps(_mm256_div_ps(_mm256_castsi256_ps(a), _mm256_set1_ps(most_code)), floats(kMinNormal));
+      _mm256_store_ps(scale + r, s);
+      _mm256_store_ps(factor + r, _mm256_div_ps(_mm256_set1_ps(1.0f), s));
+    }
+  }
+};
 
 // A row of finite numbers with its own scale: no code can saturate.
 template <class Dst, bool Stream>
@@ -344,31 +221,31 @@ REGAUGE_INLINE Int scaled_steps(const Byte* s, Byte* d, const Byte* ahead, Int b
   return slow;
 }
 
-// Up to kRows rows. `pause`: as in Steps, for the whole thread.
+// Rows first .. first + count - 1 of one outer index, at most kRows. `pause`: as in Steps, for the whole thread.
 template <class Dst, bool Stream>
-void scale_rows(const RowBatch& b, const ScaleSteps<Dst>& tables, Byte& pause, DynamicRows plain) {
+void scale_rows(const RowBatch& b, Int first, Int count, const ScaleSteps<Dst>& tables, Byte& pause, DynamicRows plain) {
   constexpr std::uint32_t kInfinite = kInf >> 16, kLeast = ScaleSteps<Dst>::kLeast << 7;
-  alignas(32) std::uint16_t most[kRows] = {};
-  alignas(32) float scale[kRows], factor[kRows];
   const Fetch fetch(b, 2 * b.n);
   const Int blocks = b.n / kBlock;
-  for (Int r = 0; r < b.rows; ++r) most[r] = largest(b.src + r * b.src_stride, blocks);
-  scales_of<Dst>(most, scale, factor);
-  for (Int r = 0; r < b.rows; ++r) std::memcpy(b.dst_scale + r * b.dst_scale_stride, scale + r, 4);
+  const Byte *s = b.src + first * b.src_stride, *ahead = fetch.row(0, first);
+  Byte *d = b.dst + first * b.dst_stride, *scales = b.dst_scale + first * b.dst_scale_stride;
+  __m128i most[kRows];
+  for (Int r = 0; r < count; ++r) most[r] = largest(s + r * b.src_stride, blocks);
+  for (Int r = count; r < kRows; ++r) most[r] = _mm_setzero_si128();
+  const RowScales found(most, float_of(Dst::kMax));
+  for (Int r = 0; r < count; ++r) std::memcpy(scales + r * b.dst_scale_stride, found.scale + r, 4);
   const Constants<Dst> constants;
   const bool stepping = pause == 0;
   Int slow = 0;
-  const Byte *s = b.src, *ahead = fetch.at;
-  Byte* d = b.dst;
-  for (Int r = 0; r < b.rows; ++r, s += b.src_stride, d += b.dst_stride, ahead += fetch.stride) {
-    const std::uint32_t amax = most[r];
-    if (__builtin_expect(amax >= kInfinite, 0)) plain(some_rows(b, r, 1));
+  for (Int r = 0; r < count; ++r, s += b.src_stride, d += b.dst_stride, ahead += fetch.stride) {
+    const std::uint32_t amax = found.amax[r];
+    if (__builtin_expect(amax >= kInfinite, 0)) plain(some_rows(b, first + r, 1));
     else if (stepping && amax >= kLeast)
-      slow += scaled_steps<Dst, Stream>(s, d, ahead, blocks, amax, factor[r], tables, constants);
-    else bounded_row<Dst, Stream>(s, d, ahead, blocks, factor[r]);
+      slow += scaled_steps<Dst, Stream>(s, d, ahead, blocks, amax, found.factor[r], tables, constants);
+    else bounded_row<Dst, Stream>(s, d, ahead, blocks, found.factor[r]);
   }
   if (!stepping) --pause;
-  else if (5 * slow * kGroup > b.rows * blocks) pause = kPause;
+  else if (5 * slow * kGroup > count * blocks) pause = kPause;
 }
 
 template <class Dst>
@@ -385,8 +262,9 @@ void scale_batch(const RowBatch& b, const Kernels& plain) {
   for (Int o = 0; o < b.outer; ++o) {
     const RowBatch inner = inner_batch(b, o);
     for (Int r = 0; r < b.rows; r += kRows) {
-      if (lines) scale_rows<Dst, true>(some_rows(inner, r, kRows), tables, pause, plain.dynamic);
-      else scale_rows<Dst, false>(some_rows(inner, r, kRows), tables, pause, plain.dynamic);
+      const Int count = b.rows - r < kRows ? b.rows - r : kRows;
+      if (lines) scale_rows<Dst, true>(inner, r, count, tables, pause, plain.dynamic);
+      else scale_rows<Dst, false>(inner, r, count, tables, pause, plain.dynamic);
     }
   }
 }

@@ -151,7 +151,7 @@ class Metrics:
             ),
             transfer_seconds=Histogram(
                 "regauge_transfer_seconds",
-                "Seconds per transfer.",
+                "Grant to commit, per transfer: layer-wise, so prefill computes meanwhile.",
                 path,
                 registry=registry,
                 buckets=_TRANSFER,

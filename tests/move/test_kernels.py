@@ -114,6 +114,29 @@ def test_codes_equal_torch_after_an_explicit_clamp(src: str, dst: str) -> None:
         assert np.array_equal(got, want)
 
 
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.sampled_from(FP8), st.sampled_from(["src_scale", "dst_scale"]))
+def test_all_bfloat16_under_any_scale(scale_bits: int, dst: str, side: str) -> None:
+    scale = np.array([scale_bits], np.uint32).view(np.float32)[0]
+    row(codes_of("bfloat16"), "bfloat16", dst, **{side: 1.0 if np.isnan(scale) else scale}).check()
+
+
+@pytest.mark.parametrize("dst", FP8)
+@pytest.mark.parametrize("octaves", [2, 9, 24])
+def test_dynamic_scales_for_every_fraction_of_the_largest_element(octaves: int, dst: str) -> None:
+    rng = np.random.default_rng(octaves)
+    rows, n = 3 * 128, 128 + 32
+    top = rng.choice([0x0180, 0x3F80, 0x7F00], rows) + np.arange(rows) % 128
+    magnitudes = np.maximum(top[:, None] - rng.integers(0, octaves * 128, (rows, n)), 0)
+    magnitudes[:, 7] = top
+    codes = (magnitudes | rng.integers(0, 2, (rows, n)) << 15).astype(np.uint16)
+    codes[5, 3], codes[9, 150] = 0x7FC1, 0xFF80
+    scales, out = np.zeros(rows, np.float32), np.full(rows * n + 2 * GUARD, 0xA5, np.uint8)
+    convert = Convert("bfloat16", dst, 2, 1, dst_scale=address(scales), dst_scale_stride=(4,), dynamic=True)
+    tiles = Tiles(address(codes), address(out, GUARD), (rows,), (2 * n,), (n,), n, convert)
+    Case(tiles, [out, scales], [codes]).check()
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     st.binary(min_size=4, max_size=700),

@@ -323,17 +323,22 @@ async def test_the_process_serves_until_a_signal(
         command = [sys.executable, "-m", "regauge.serve.gateway", str(tmp_path / "spec.json")]
         process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
         assert process.stderr is not None
-        lines: list[str] = []
-        async with asyncio.timeout(60):
-            while sum("worker is up" in line for line in lines) < 2:
-                lines.append((await process.stderr.readline()).decode())
-                assert lines[-1], "".join(lines)
-        rig.base = f"http://127.0.0.1:{config.port}"
-        status, body, _ = await rig.post(CHAT, chat(max_tokens=3))
-        assert (status, body["system_fingerprint"]) == (200, "regauge-DIRECT")
-        process.send_signal(number)
-        rest = (await asyncio.wait_for(process.stderr.read(), WAIT_S)).decode()
-        assert await asyncio.wait_for(process.wait(), WAIT_S) == code
+        try:
+            lines: list[str] = []
+            async with asyncio.timeout(60):
+                while sum("worker is up" in line for line in lines) < 2:
+                    lines.append((await process.stderr.readline()).decode())
+                    assert lines[-1], "".join(lines)
+            rig.base = f"http://127.0.0.1:{config.port}"
+            status, body, _ = await rig.post(CHAT, chat(max_tokens=3))
+            assert (status, body["system_fingerprint"]) == (200, "regauge-DIRECT")
+            process.send_signal(number)
+            rest = (await asyncio.wait_for(process.stderr.read(), WAIT_S)).decode()
+            assert await asyncio.wait_for(process.wait(), WAIT_S) == code
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
         assert "Traceback" not in rest
         [line] = [msgspec.json.decode(line) for line in rest.splitlines() if '"event": "request"' in line]
         expected = {

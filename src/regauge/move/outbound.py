@@ -130,6 +130,10 @@ class OutboundLinks:
         self.run(actions)
         return out
 
+    async def connect(self, peer: str, address: tuple[str, int]) -> None:
+        """Make the link to a decode worker ahead of its first transfer. Raises as `start` does."""
+        await self._link(peer, address)
+
     def run(self, actions: Iterable[Action]) -> None:
         """Carry actions out."""
         for action in actions:

@@ -90,7 +90,7 @@ class Prefill(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TransferInfo(msgspec.Struct, frozen=True):
-    """One request's transfer: the verdict's path, bytes on the wire, pages filled, seconds taken."""
+    """One request's transfer: the verdict's path, bytes on the wire, pages filled, seconds from grant to commit."""
 
     path: str
     mode: Literal["fused", "mapped", "staged"]

@@ -24,7 +24,7 @@ from starlette.routing import Route
 
 from regauge.engines.local.kv import allocate
 from regauge.engines.local.model import LocalModel
-from regauge.errors import RegaugeError
+from regauge.errors import PeerLost, RegaugeError
 from regauge.layout import spec
 from regauge.move.shm import ShmTransport
 from regauge.move.tcp import TcpTransport
@@ -36,6 +36,7 @@ from regauge.serve.worker import DecodeWorker, PrefillWorker
 
 log = structlog.get_logger()
 Handler = Callable[[HttpRequest], Awaitable[Response]]
+WARM_TRIES = 120
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
@@ -133,6 +134,20 @@ class _Server(uvicorn.Server):
         yield
 
 
+async def _warm(worker: PrefillWorker) -> None:
+    """Link to the decode workers before the first request does, once each of them is there."""
+    for peer, address in worker.spec.peers.items():
+        for _ in range(WARM_TRIES):
+            try:
+                await worker.links.connect(peer, address)
+                break
+            except PeerLost:
+                await asyncio.sleep(1.0)  # it is still loading
+            except RegaugeError as error:
+                log.warning("no link yet", peer=peer, error=str(error))
+                break
+
+
 async def run(spec_: wire.WorkerSpec) -> None:
     """Load the model, open the links, serve until SIGTERM."""
     config = spec_.config
@@ -147,11 +162,13 @@ async def run(spec_: wire.WorkerSpec) -> None:
         transport = TcpTransport(key=key, name=spec_.name, host=config.transfer.host)
     transport.register(memory.slab)
     worker: DecodeWorker | PrefillWorker
+    warming: asyncio.Task[None] | None = None
     if spec_.role == "decode":
         worker = DecodeWorker(spec_, memory, model, transport)
         await worker.links.start(config.transfer.host, spec_.control_port)
     else:
         worker = PrefillWorker(spec_, memory, model, transport)
+        warming = asyncio.create_task(_warm(worker))
     sock = listen("127.0.0.1", spec_.port)
     server = _Server(uvicorn.Config(Starlette(routes=routes(worker)), log_config=None, log_level="warning",
                                     access_log=False, timeout_graceful_shutdown=5))  # fmt: skip
@@ -164,6 +181,8 @@ async def run(spec_: wire.WorkerSpec) -> None:
     ends: list[asyncio.Future[Any]] = [serving, stopping, worker.engine.failed]
     await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
     server.should_exit = True
+    if warming is not None:
+        warming.cancel()
     await worker.close()
     await serving
     await worker.links.close()
