@@ -1,0 +1,76 @@
+"""What is decided before any process starts."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from regauge.config import EngineConfig, ServeConfig
+from regauge.errors import ConfigError, LayoutError, Refused
+from regauge.layout.presets import from_short, load_model
+from regauge.layout.spec import encode
+from regauge.serve.supervisor import base_url, cause, describe, free_ports, plan_deployment
+
+CONFIG = {
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 512,
+    "rope_theta": 1e4,
+}
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> ServeConfig:
+    folder = tmp_path / "tiny"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "model.safetensors").write_bytes(b"")
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "tokenizer_config.json").write_text("{}")
+    return ServeConfig(model=str(folder), port=free_ports("127.0.0.1", 1)[0], decode=EngineConfig(pool_tokens=100))
+
+
+def test_a_deployment_is_planned_with_its_verdict(config: ServeConfig) -> None:
+    found = plan_deployment(config, print)
+    assert found.model == "tiny"
+    assert found.verdict.path == "CONVERT"
+    assert (found.prefill.groups[0].pages, found.decode.groups[0].pages) == (32_768 // 64, 7)
+    assert describe(found).splitlines()[0] == "prefill  fp8_e4m3,page=64,hnd"
+    assert "path     CONVERT: dtype float8_e4m3fn -> bfloat16" in describe(found)
+
+
+def test_a_pair_that_is_refused_or_unreadable_starts_nothing(config: ServeConfig, tmp_path: Path) -> None:
+    other = tmp_path / "other.toml"
+    other.write_bytes(encode(from_short("bf16", load_model("qwen3-8b")), format="toml"))
+    with pytest.raises(Refused, match=r"model.name: prefill has tiny, decode has qwen3-8b"):
+        plan_deployment(msgspec.structs.replace(config, decode_layout=str(other)), print)
+    with pytest.raises(LayoutError, match="cannot read 'bf17'"):
+        plan_deployment(msgspec.structs.replace(config, decode_layout="bf17"), print)
+
+
+def test_a_port_or_host_that_cannot_be_had_is_named(config: ServeConfig) -> None:
+    with (
+        socket.create_server(("127.0.0.1", config.port)),
+        pytest.raises(ConfigError, match=f"port {config.port} on 127.0.0.1"),
+    ):
+        plan_deployment(config, print)
+    with pytest.raises(ConfigError, match=r"transfer.host '203\.0\.113\.7' cannot be bound"):
+        free_ports("203.0.113.7", 1)
+
+
+def test_ends_are_told_in_words() -> None:
+    assert cause(-signal.SIGKILL) == "died of SIGKILL"
+    assert cause(-250) == "died of signal 250"
+    assert cause(3) == "ended with exit code 3"
+
+
+def test_urls() -> None:
+    assert base_url(ServeConfig()) == "http://127.0.0.1:8000"
+    assert base_url(ServeConfig(host="::1", port=1)) == "http://[::1]:1"
+    assert len(set(free_ports("127.0.0.1", 5))) == 5
