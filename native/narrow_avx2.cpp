@@ -1,5 +1,5 @@
-// bfloat16 to fp8, what prefill sends most: by steps (steps_avx2.hpp) where rows share a scale, and in three passes where
-// every row's scale is computed. Whatever these two cannot do goes to the kernels of convert_avx2.cpp.
+// bfloat16 to fp8, what prefill sends most: by steps (steps_avx2.hpp) where rows share a scale, and in three passes
+// where every row's scale is computed. Whatever these two cannot do goes to the kernels of convert_avx2.cpp.
 #include "convert.hpp"
 
 #if defined(__AVX2__)
@@ -133,7 +133,8 @@ void narrow_rows(const RowBatch& b, ConvertRows plain) {
 
 constexpr Int kRows = 16;
 
-// Largest magnitudes of `blocks` blocks, as bfloat16 bits, which order as integers: the largest of the eight is the row's.
+// Largest magnitudes of `blocks` blocks, as bfloat16 bits, which order as integers: the row's is the largest of the
+// eight.
 REGAUGE_INLINE __m128i largest(const Byte* s, Int blocks) {
   const __m256i magnitude = halves(0x7fffu);
   __m256i a = _mm256_setzero_si256(), b = a;
@@ -153,11 +154,13 @@ REGAUGE_INLINE __m128i largest_of_each(const __m128i m[8]) {
   for (int k = 0; k < 4; ++k)
     two[k] = _mm_max_epu16(_mm_unpacklo_epi16(m[2 * k], m[2 * k + 1]), _mm_unpackhi_epi16(m[2 * k], m[2 * k + 1]));
   for (int k = 0; k < 2; ++k)
-    four[k] = _mm_max_epu16(_mm_unpacklo_epi32(two[2 * k], two[2 * k + 1]), _mm_unpackhi_epi32(two[2 * k], two[2 * k + 1]));
+    four[k] = _mm_max_epu16(_mm_unpacklo_epi32(two[2 * k], two[2 * k + 1]),
+                            _mm_unpackhi_epi32(two[2 * k], two[2 * k + 1]));
   return _mm_max_epu16(_mm_unpacklo_epi64(four[0], four[1]), _mm_unpackhi_epi64(four[0], four[1]));
 }
 
-// What pass two finds out about kRows rows: amax as bfloat16 bits, the scale (`dynamic_scale`, eight at a time), 1 / scale.
+// What pass two finds out about kRows rows: amax as bfloat16 bits, the scale (`dynamic_scale`, eight at a time) and
+// 1 / scale.
 struct RowScales {
   alignas(32) std::uint16_t amax[kRows];
   alignas(32) float scale[kRows], factor[kRows];
@@ -167,7 +170,8 @@ struct RowScales {
       const __m128i m = largest_of_each(most + r);
       _mm_store_si128(reinterpret_cast<__m128i*>(amax + r), m);
       const __m256i a = _mm256_min_epu32(_mm256_slli_epi32(_mm256_cvtepu16_epi32(m), 16), words(kMaxFinite));
-      const __m256 s = _mm256_max_ps(_mm256_div_ps(_mm256_castsi256_ps(a), _mm256_set1_ps(most_code)), floats(kMinNormal));
+      const __m256 whole = _mm256_div_ps(_mm256_castsi256_ps(a), _mm256_set1_ps(most_code));
+      const __m256 s = _mm256_max_ps(whole, floats(kMinNormal));
       _mm256_store_ps(scale + r, s);
       _mm256_store_ps(factor + r, _mm256_div_ps(_mm256_set1_ps(1.0f), s));
     }
@@ -192,7 +196,7 @@ __attribute__((noinline)) void bounded_row(const Byte* s, Byte* d, const Byte* a
 // A computed scale is amax / MAX, and amax is a bfloat16: up to a power of two there are 128 scales.
 template <class Dst>
 struct ScaleSteps {
-  static constexpr int kExponent = 127, kLeast = 40;  // of amax: that of the tables; below this one scales get too small
+  static constexpr int kExponent = 127, kLeast = 40;  // of amax: that of the tables; the least they are used for
   Steps<Dst> of[128];
 
   explicit ScaleSteps(ConvertRows plain) {
@@ -223,7 +227,8 @@ REGAUGE_INLINE Int scaled_steps(const Byte* s, Byte* d, const Byte* ahead, Int b
 
 // Rows first .. first + count - 1 of one outer index, at most kRows. `pause`: as in Steps, for the whole thread.
 template <class Dst, bool Stream>
-void scale_rows(const RowBatch& b, Int first, Int count, const ScaleSteps<Dst>& tables, Byte& pause, DynamicRows plain) {
+void scale_rows(const RowBatch& b, Int first, Int count, const ScaleSteps<Dst>& tables, Byte& pause,
+                DynamicRows plain) {
   constexpr std::uint32_t kInfinite = kInf >> 16, kLeast = ScaleSteps<Dst>::kLeast << 7;
   const Fetch fetch(b, 2 * b.n);
   const Int blocks = b.n / kBlock;

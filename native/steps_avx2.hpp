@@ -1,9 +1,9 @@
 // bfloat16 to fp8 by steps. Only for files compiled with -mavx2.
 //
-// With one positive factor g * 2^k, 1 <= g < 2, a code depends on the 7 fraction bits of its source, and an exponent more
-// adds 2^M to it (M: fraction bits of the target). Neighbouring codes lie at least 16 / g > 8 fractions apart, so that
-// each of sixteen buckets of 8 fractions holds at most one step: a byte shuffle finds the bucket's first code, another one
-// the fraction after which the next code begins. 32 elements are 32 bytes of one register all the way.
+// With one positive factor g * 2^k, 1 <= g < 2, a code depends on the 7 fraction bits of its source, and an exponent
+// more adds 2^M to it (M: fraction bits of the target). Neighbouring codes lie at least 16 / g > 8 fractions apart, so
+// that each of sixteen buckets of 8 fractions holds at most one step: a byte shuffle finds the bucket's first code,
+// another one the fraction after which the next code begins. 32 elements are 32 bytes of one register all the way.
 #pragma once
 
 #include "convert.hpp"
@@ -27,12 +27,13 @@ struct Grid<E5M2> {
   static constexpr std::uint32_t kLargest = 0x7b;
 };
 
-// Exponents count from `base`: up to kZero they are so small that the code is 0; up to kNormal codes may be subnormal, whose
-// steps differ; from there on codes are normal, until they saturate.
+// Exponents count from `base`: up to kZero they are so small that the code is 0; up to kNormal codes may be subnormal,
+// whose steps differ; from there on codes are normal, until they saturate.
 template <class Dst>
 struct Steps {
   static constexpr int kMantissa = Grid<Dst>::kMantissa;
-  static constexpr std::uint32_t kZero = 2, kNormal = kZero + kMantissa + 2, kSaturated = kNormal + (1u << (7 - kMantissa));
+  static constexpr std::uint32_t kZero = 2, kNormal = kZero + kMantissa + 2;
+  static constexpr std::uint32_t kSaturated = kNormal + (1u << (7 - kMantissa));
   std::uint8_t first[16];  // of every bucket: its first code, less the code of 1.0
   std::int8_t last[16];    // the last fraction that has this code
   std::uint8_t base;
