@@ -18,20 +18,9 @@ from hypothesis import strategies as st
 from regauge.errors import ProtocolError
 from regauge.move import messages as m
 from regauge.move.pages import PagePool
-from regauge.move.protocol import (
-    Action,
-    Delivered,
-    Failed,
-    FenceLink,
-    Granted,
-    LinkLimits,
-    Receiver,
-    Released,
-    Scatter,
-    Send,
-    Sender,
-    Write,
-)
+from regauge.move.protocol import Action, Delivered, Failed, FenceLink, Granted, Released, Scatter, Send, Write
+from regauge.move.receiver import Receiver
+from regauge.move.sender import LinkLimits, Sender
 
 LAYERS, PAGE = 3, 4
 TIMES = {"offer_s": 60.0, "deadline_s": 30.0}

@@ -194,6 +194,8 @@ class EchoWorker:
         ids = self._answer(body.token_ids)
         sampling = body.sampling
         wanted = [ids[n % len(ids)] for n in range(sampling.max_tokens)] if sampling.ignore_eos else ids
+        transfer = wire.TransferEvent("CONVERT", "fused", 1000 + len(body.token_ids), 3, 0.002)
+        await response.write(wire.encode_line(transfer))
         for count, token in enumerate(wanted[: sampling.max_tokens]):
             if self.pace is not None:
                 await self.pace(count)
@@ -209,8 +211,7 @@ class EchoWorker:
             await response.write(wire.encode_line(self._token(token, sampling.logprobs)))
         count = min(len(wanted), sampling.max_tokens)
         reason = "stop" if not sampling.ignore_eos and count == len(ids) else "length"
-        transfer = wire.TransferInfo("CONVERT", "fused", 1000 + len(body.token_ids), 3, 0.002)
-        await response.write(wire.encode_line(wire.FinishEvent(reason, len(body.token_ids), count, transfer)))
+        await response.write(wire.encode_line(wire.FinishEvent(reason, len(body.token_ids), count)))
 
     def _token(self, token: int, logprobs: int | None) -> wire.TokenEvent:
         if logprobs is None:

@@ -65,7 +65,8 @@ async def test_health(tokenizer: Tokenizer) -> None:
 
 async def test_a_stream_yields_its_tokens_and_ends_with_its_finish(tokenizer: Tokenizer) -> None:
     async with connected(tokenizer) as (worker, client):
-        *tokens, finish = await collect(client, ask(worker), soon())
+        transfer, *tokens, finish = await collect(client, ask(worker), soon())
+        assert isinstance(transfer, wire.TransferEvent)
         assert [type(event) for event in tokens] == [wire.TokenEvent] * 4
         assert isinstance(finish, wire.FinishEvent)
         assert (finish.reason, finish.prompt_tokens, finish.completion_tokens) == ("length", 2, 4)
@@ -102,7 +103,8 @@ async def test_an_error_in_the_stream(tokenizer: Tokenizer) -> None:
     async with connected(tokenizer) as (worker, client):
         worker.break_after = (2, wire.ErrorEvent("engine_failed", "nan", "w"))
         async with aclosing(client.generate(ask(worker), soon(), {})) as events:
-            assert [type(await anext(events)) for _ in range(2)] == [wire.TokenEvent] * 2
+            expected = [wire.TransferEvent, wire.TokenEvent, wire.TokenEvent]
+            assert [type(await anext(events)) for _ in expected] == expected
             with pytest.raises(WorkerError, match="nan"):
                 await anext(events)
 

@@ -111,15 +111,17 @@ async def workers(
 
 async def ask(
     p: PrefillWorker, d: DecodeWorker, name: str, prompt: tuple[int, ...]
-) -> tuple[list[int], wire.FinishEvent]:
+) -> tuple[list[int], wire.TransferEvent]:
     events: asyncio.Queue[wire.Event] = asyncio.Queue()
     job = asyncio.create_task(d.generate(wire.Generate(name, f"t-{name}", list(prompt), greedy(), "p"), events))
     await p.prefill(wire.Prefill(name, f"t-{name}", list(prompt), greedy(), "d"))
     await job
     found = [events.get_nowait() for _ in range(events.qsize())]
-    end = found.pop()
+    transfer, end = found[0], found[-1]
+    assert isinstance(transfer, wire.TransferEvent), transfer
     assert isinstance(end, wire.FinishEvent), end
-    return [event.token for event in found if isinstance(event, wire.TokenEvent)], end
+    assert end.completion_tokens == ANSWER
+    return [event.token for event in found if isinstance(event, wire.TokenEvent)], transfer
 
 
 @pytest.mark.anyio
@@ -130,10 +132,9 @@ async def test_the_answer_is_the_engines_own(
     prefill, decode, kind = PAIRS[pair]
     async with workers(model, prefill, decode, kind) as (p, d):
         for index, (prompt, want) in enumerate(zip(prompts, alone, strict=True)):
-            got, end = await ask(p, d, str(index), prompt)
+            got, transfer = await ask(p, d, str(index), prompt)
             assert got == want, f"prompt of {len(prompt)} tokens"
-            assert end.transfer.path == ("DIRECT" if pair == "direct" else "REMAP")
-            assert end.completion_tokens == ANSWER
+            assert transfer.path == ("DIRECT" if pair == "direct" else "REMAP")
         for worker in (p, d):
             worker.pool.check_integrity()
             assert worker.pool.free == worker.pool.pages

@@ -176,6 +176,21 @@ async def test_bad_input_gets_the_right_status_and_body(
 
 
 @pytest.mark.anyio
+async def test_a_stop_string_ends_the_answer_and_keeps_the_figures(
+    served: Served, client: aiohttp.ClientSession
+) -> None:
+    async with client.post(f"{served.url}/v1/chat/completions", json=chat(stop=["the", "a"], max_tokens=60)) as answer:
+        choice = (await answer.json())["choices"][0]
+        request_id = answer.headers["x-request-id"]
+    assert choice["finish_reason"] == "stop"
+    assert "the" not in choice["message"]["content"]
+    line = await until(lambda: re.search(f".*request_id={request_id} route=.*", served.text()), 5, "the log line")
+    assert "mode=fused" in line[0]
+    assert "wire_bytes=0" not in line[0]
+    await until(lambda: pools_are_whole(client, served), 20, "whole pools")
+
+
+@pytest.mark.anyio
 async def test_two_hundred_requests_at_once_are_all_answered_and_no_page_leaks(
     served: Served, client: aiohttp.ClientSession
 ) -> None:
@@ -258,6 +273,7 @@ async def long_prompt(served: Served, client: aiohttp.ClientSession) -> asyncio.
 
 async def comes_back(served: Served, client: aiohttp.ClientSession, name: str) -> None:
     await until(lambda: f"{name} died of SIGKILL" in served.text(), 10, "the supervisor's word")
+    await until(lambda: re.search(f"worker is lost.* worker={name}", served.text()), 15, "the gateway's word")
     await until(lambda: ready(client, served), READY_S, "the worker's return")
     async with client.post(f"{served.url}/v1/chat/completions", json=chat()) as answer:
         assert answer.status == 200, await answer.text()

@@ -22,7 +22,8 @@ from regauge.move.channel import HELLO_S, Channel, decode_layout, encode_layout
 from regauge.move.crossing import Memory, Scatterer
 from regauge.move.memory import Slab
 from regauge.move.pages import PagePool
-from regauge.move.protocol import Action, Delivered, Failed, FenceLink, Receiver, Released, Scatter, Send
+from regauge.move.protocol import Action, Delivered, Failed, FenceLink, Released, Scatter, Send
+from regauge.move.receiver import Receiver
 from regauge.move.transport import Region as SlabRegion
 from regauge.move.transport import Transport
 from regauge.plan import check

@@ -22,7 +22,8 @@ from regauge.move import messages as m
 from regauge.move.channel import Channel, decode_layout, encode_layout
 from regauge.move.crossing import Memory, Writer
 from regauge.move.memory import Slab
-from regauge.move.protocol import Action, Delivered, Failed, Granted, LinkLimits, Range, Released, Send, Sender, Write
+from regauge.move.protocol import Action, Delivered, Failed, Granted, Range, Released, Send, Write
+from regauge.move.sender import LinkLimits, Sender
 from regauge.move.transport import Peer, Transport
 from regauge.plan import check
 from regauge.plan.tiles import Int64

@@ -194,16 +194,13 @@ class Job:
                     elif delta is not None:
                         self._finish(choice, text, delta)
                         return False
-                elif isinstance(event, wire.FinishEvent):
-                    transfer = event.transfer
-                    self.tally.mode = transfer.mode
-                    self.tally.wire_bytes += transfer.wire_bytes
+                elif isinstance(event, wire.TransferEvent):
+                    self.tally.mode = event.mode
+                    self.tally.wire_bytes += event.wire_bytes
                     self._metrics.transfer(
-                        path=transfer.path,
-                        mode=transfer.mode,
-                        wire_bytes=transfer.wire_bytes,
-                        seconds=transfer.seconds,
+                        path=event.path, mode=event.mode, wire_bytes=event.wire_bytes, seconds=event.seconds
                     )
+                elif isinstance(event, wire.FinishEvent):
                     self._finish(choice, text, text.end(event.reason))
         return True
 

@@ -8,7 +8,7 @@
 | `DELETE /internal/requests/{request_id}` | both | - | 200 and `Aborted`; pages are freed |
 
 An error before the first byte of an answer is an `ErrorEvent` under the HTTP status that `STATUS` gives for
-its code. The decode stream carries *every* generated token, the one that prefill sampled included, and a stop
+its code. The decode stream begins with the transfer, so that an early end does not lose its figures. It carries *every* generated token, the one that prefill sampled included, and a stop
 token as well; `completion_tokens` counts them all. A finish or error event is the last line: a stream that ends
 without either means that the worker died. A client that closes its connection before then aborts the request. A
 worker keeps an idle connection for at least 5 seconds.
@@ -89,8 +89,8 @@ class Prefill(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Name of the decode worker that takes the KV cache."""
 
 
-class TransferInfo(msgspec.Struct, frozen=True):
-    """One request's transfer: the verdict's path, bytes on the wire, pages filled, seconds from grant to commit."""
+class TransferEvent(msgspec.Struct, frozen=True, tag_field="type", tag="transfer"):
+    """The KV cache is here: the verdict's path, bytes on the wire, pages filled, seconds from grant to commit."""
 
     path: str
     mode: Literal["fused", "mapped", "staged"]
@@ -113,7 +113,6 @@ class FinishEvent(msgspec.Struct, frozen=True, tag_field="type", tag="finish"):
     reason: Literal["stop", "length"]
     prompt_tokens: int
     completion_tokens: int
-    transfer: TransferInfo
 
 
 class ErrorEvent(msgspec.Struct, frozen=True, tag_field="type", tag="error"):
@@ -154,7 +153,7 @@ class Health(msgspec.Struct, frozen=True):
     waiting: int
 
 
-Event = TokenEvent | FinishEvent | ErrorEvent
+Event = TransferEvent | TokenEvent | FinishEvent | ErrorEvent
 PrefillReply = Prefilled | ErrorEvent
 _EVENTS: Final = msgspec.json.Decoder(Event)
 

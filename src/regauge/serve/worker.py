@@ -162,13 +162,15 @@ class DecodeWorker(Worker):
             raise
         try:
             first = msgspec.msgpack.decode(arrived.handover, type=Handover)
+            events.put_nowait(
+                wire.TransferEvent(arrived.path, arrived.mode, arrived.wire_bytes, len(pages), arrived.seconds)
+            )
             events.put_nowait(wire.TokenEvent(first.token, first.logprob, first.top))
-            info = wire.TransferInfo(arrived.path, arrived.mode, arrived.wire_bytes, len(pages), arrived.seconds)
             count, reason = 1, first.finish_reason
             if reason is None:
                 count, reason = await self._decode(body, first, pages, events)
             final: Any = reason
-            events.put_nowait(wire.FinishEvent(final, prompt, count, info))
+            events.put_nowait(wire.FinishEvent(final, prompt, count))
         except msgspec.DecodeError as error:
             raise ProtocolError(f"hand-over from {body.prefill}: {error}") from error
         finally:
