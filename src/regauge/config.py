@@ -22,7 +22,7 @@ BUNDLED_MODEL = "smollm2-135m-instruct"
 class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How one worker's local engine runs."""
 
-    pool_tokens: int = 32_768
+    pool_tokens: int = 16_384
     """Tokens that the KV pool holds; rounded up to whole pages."""
     max_context: int = 2_048
     """Most tokens of one request, prompt and answer together; capped by the model's own limit."""

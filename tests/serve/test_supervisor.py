@@ -40,7 +40,7 @@ def test_a_deployment_is_planned_with_its_verdict(config: ServeConfig) -> None:
     found = plan_deployment(config, print)
     assert found.model == "tiny"
     assert found.verdict.path == "CONVERT"
-    assert (found.prefill.groups[0].pages, found.decode.groups[0].pages) == (32_768 // 64, 7)
+    assert (found.prefill.groups[0].pages, found.decode.groups[0].pages) == (16_384 // 64, 7)
     assert describe(found).splitlines()[0] == "prefill  fp8_e4m3,page=64,hnd"
     assert "path     CONVERT: dtype float8_e4m3fn -> bfloat16" in describe(found)
 

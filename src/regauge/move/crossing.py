@@ -66,16 +66,14 @@ def choose_mode(plan: Plan, *, maps_memory: bool, piece_bytes: int) -> Mode:
 
 def typical_piece(plan: Plan) -> float:
     """Return the average length, in bytes, of a contiguous piece between scattered pages of one layer."""
+    tokens = 2 * max(g.page_size for layout in (plan.prefill, plan.decode) for g in layout.groups)
     sides = []
-    sizes = [g.page_size for layout in (plan.prefill, plan.decode) for g in layout.groups]
-    tokens = 2 * max(sizes)
     for layout in (plan.prefill, plan.decode):
-        pages = np.arange(min(g.pages for g in layout.groups))[::-2]  # apart from each other and in falling order
-        need = -(-tokens // min(g.page_size for g in layout.groups))
-        sides.append(Side(np.resize(pages, need), {r.name: i << 44 for i, r in enumerate(layout.regions, 1)}))
+        group = layout.groups[0]
+        pages = np.resize(np.arange(group.pages), -(-tokens // group.page_size))
+        sides.append(Side(pages, dict.fromkeys(region_sizes(layout), 0)))
     tiles = instantiate(plan, sides[0], sides[1], (0, tokens), layers=plan.lanes[0].layers[:1])
-    list_ = pieces(tiles)
-    return float(list_[:, 2].mean())
+    return sum(t.run * t.pieces for t in tiles) / sum(t.pieces for t in tiles)
 
 
 class Writer:
