@@ -107,6 +107,11 @@ def test_strides_that_collide_are_found() -> None:
         check_memory(Layout(MODEL, [group(*both)]))
 
 
+def test_a_page_too_large_to_check_is_refused_before_it_costs_memory() -> None:
+    with pytest.raises(LayoutError, match=r"groups\[0\]: a page of 16777216 elements; at most 4194304 are checked"):
+        check_memory(Layout(MODEL, [group(component("layer page token head dim"), page=1 << 20)]))
+
+
 def test_a_symbolic_layout_has_no_sizes_and_a_missing_region_no_address() -> None:
     with pytest.raises(LayoutError, match="symbolic"):
         region_sizes(from_short("bf16", MODEL))

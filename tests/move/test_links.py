@@ -245,6 +245,59 @@ async def test_a_transfer_nobody_asked_for_ends_at_its_time_limit() -> None:
 
 
 @pytest.mark.anyio
+async def test_a_scatter_that_breaks_fails_its_request_and_no_other() -> None:
+    async with both("widen", "tcp") as b:
+        arrival, sent = b.expect("x", 40), await b.offer("x", 40)
+        await sent.wait_granted()
+        link = b.into._links["p"]
+        whole = link.scatterer.scatter
+
+        def broken(*_: object) -> None:
+            raise ValueError("a kernel refused its arguments")
+
+        link.scatterer.scatter = broken  # type: ignore[method-assign, assignment]
+        mark_all(sent, 40)
+        with pytest.raises(TransferFailed, match="could not be brought into its pages: a kernel refused"):
+            await asyncio.wait_for(arrival, 20)
+        with pytest.raises(TransferFailed, match="d gave the transfer up"):
+            await sent.done()
+        link.scatterer.scatter = whole  # type: ignore[method-assign]
+        arrival, sent = b.expect("y", 40), await b.offer("y", 40)
+        await sent.wait_granted()
+        mark_all(sent, 40)
+        sent.finish(b"")
+        await asyncio.wait_for(arrival, 20)
+        b.into.pool.release("y")
+        await settle(lambda: b.into.pool.free == 24 and b.source_pool.free == 24)
+
+
+@pytest.mark.anyio
+async def test_a_write_that_breaks_ends_the_link_and_is_told_at_once() -> None:
+    async with both("widen", "tcp") as b:
+        arrival, sent = b.expect("x", 40), await b.offer("x", 40)
+        await sent.wait_granted()
+
+        def broken(*_: object) -> int:
+            raise ValueError("a kernel refused its arguments")
+
+        b.out._links["d"].writer.write = broken  # type: ignore[method-assign, assignment]
+        mark_all(sent, 40)
+        for waiting in (arrival, sent.done()):
+            with pytest.raises(TransferFailed, match="lost"):
+                await asyncio.wait_for(waiting, 20)
+        await settle(lambda: b.into.pool.free == 24 and b.source_pool.free == 24)
+
+
+@pytest.mark.anyio
+async def test_a_decode_side_whose_regions_are_too_small_is_refused() -> None:
+    async with both() as b:
+        regions = [msgspec.structs.replace(r, nbytes=r.nbytes // 2) for r in b.target.layout.regions]
+        b.into._memory = Memory(msgspec.structs.replace(b.target.layout, regions=regions), b.target.slab)
+        with pytest.raises(Refused, match=r"region 'k' of the decode layout has \d+ bytes, its pages take \d+"):
+            await b.offer("x", 10)
+
+
+@pytest.mark.anyio
 async def test_a_pair_that_is_refused_makes_no_link_and_says_why() -> None:
     async with both() as b:
         other = msgspec.structs.replace(b.source.layout, model=msgspec.structs.replace(MODEL, rope=Rope(5e5, 16)))

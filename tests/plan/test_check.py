@@ -124,6 +124,20 @@ def test_constant_scales_are_compared_by_value() -> None:
     assert (verdict.path, verdict.reasons) == ("CONVERT", ("scale per tensor (constant) -> per tensor (constant)",))
 
 
+def test_a_rank_with_fewer_heads_takes_codes_and_their_scales_as_they_are() -> None:
+    whole, part = layout("fp8,scale=token_head"), from_short("fp8,scale=token_head", MODEL, shard=Shard(1, 2))
+    assert (check(whole, part).path, check(whole, part).reasons) == ("REMAP", ("KV heads 0-1 -> 1",))
+
+    def by_head(values: list[float], shard: Shard) -> Layout:
+        plain = msgspec.to_builtins(from_short("fp8,scale=head", MODEL, shard=shard))
+        for c in plain["groups"][0]["components"]:
+            c["scale"]["values"] = [values] * 4
+        return msgspec.convert(plain, Layout)
+
+    assert check(by_head([0.5, 0.25], Shard()), by_head([0.25], Shard(1, 2))).path == "REMAP"
+    assert check(by_head([0.5, 0.25], Shard()), by_head([0.5], Shard(1, 2))).path == "CONVERT"
+
+
 @given(data=st.data())
 @settings(max_examples=60, deadline=None)
 def test_a_layout_with_itself_never_converts_and_the_pair_is_ordered(data: st.DataObject) -> None:

@@ -124,7 +124,7 @@ def test_a_staged_transfer_does_what_the_reference_does(data: st.DataObject, see
 
 
 @given(data=st.data(), seed=st.integers(0, 2**32 - 1))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=120, deadline=None)
 def test_a_decode_rank_takes_its_heads_from_a_wider_prefill_rank(data: st.DataObject, seed: int) -> None:
     model = msgspec.structs.replace(data.draw(models()), kv_heads=4)
     size = data.draw(st.sampled_from([2, 4, 8]))

@@ -223,7 +223,7 @@ def validate(layout: Layout) -> Layout:
     """Return the layout itself if it is sound. Raises LayoutError that names the first field that is not."""
     model = layout.model
     for name in ("num_layers", "kv_heads", "head_dim"):
-        _positive(getattr(model, name), f"model.{name}")
+        _positive(getattr(model, name), f"model.{name}", 1 << 20)
     shard = layout.shard
     if not 0 <= shard.tp_rank < shard.tp_size:
         raise LayoutError(f"rank {shard.tp_rank} of {shard.tp_size}", path="shard.tp_rank")
@@ -241,8 +241,8 @@ def validate(layout: Layout) -> Layout:
 
 
 def _validate_group(layout: Layout, group: Group, path: str) -> None:
-    _positive(group.page_size, f"{path}.page_size")
-    if group.pages < 0:
+    _positive(group.page_size, f"{path}.page_size", 1 << 20)
+    if not 0 <= group.pages <= 1 << 40:
         raise LayoutError(f"{group.pages} pages", path=f"{path}.pages")
     try:
         last = max(group.layer_ids)
@@ -257,8 +257,8 @@ def _validate_group(layout: Layout, group: Group, path: str) -> None:
         at = f"{path}.components[{index}]"
         if component.dtype not in DTYPES:
             raise LayoutError(f"unknown dtype {component.dtype!r}; known are {', '.join(DTYPES)}", path=f"{at}.dtype")
-        _positive(component.heads, f"{at}.heads")
-        _positive(component.dim, f"{at}.dim")
+        _positive(component.heads, f"{at}.heads", 1 << 16)
+        _positive(component.dim, f"{at}.dim", 1 << 16)
         if group.kind == "attention":
             _validate_geometry(layout, component, at)
         _validate_placement(component.at, f"{at}.at", {"head": component.heads, "dim": component.dim})
@@ -288,8 +288,8 @@ def _validate_placement(at: Placement, path: str, sizes: dict[str, int]) -> None
     for axis, inner in axes:
         if inner is not None and axis in sizes and sizes[axis] % inner:
             raise LayoutError(f"{axis} of size {sizes[axis]} cannot be split by {inner}", path=f"{path}.order")
-    if at.offset < 0:
-        raise LayoutError(f"{at.offset} is negative", path=f"{path}.offset")
+    if not 0 <= at.offset <= 1 << 48:
+        raise LayoutError(f"{at.offset} is no offset", path=f"{path}.offset")
     written = {a if n is None else f"{a}:{n}" for a, n in axes}
     for name, stride in at.strides.items():
         if name not in written:
@@ -328,9 +328,11 @@ def scale_table(scale: Scale, layers: int, heads: int, *, path: str = "scale") -
     return rows
 
 
-def _positive(value: int, path: str) -> None:
+def _positive(value: int, path: str, most: int = 1 << 40) -> None:
     if value < 1:
         raise LayoutError(f"{value} is not positive", path=path)
+    if value > most:
+        raise LayoutError(f"{value} exceeds {most}", path=path)
 
 
 def decode(data: bytes, *, format: Literal["toml", "json"]) -> Layout:  # noqa: A002

@@ -13,6 +13,8 @@ from regauge.layout.dtypes import DTYPES
 from regauge.layout.spec import Component, Group, Layout, Placement, parse_order
 
 Int64 = npt.NDArray[np.int64]
+MAX_CHECKED = 1 << 22
+"""Elements of one component in one page that `check_memory` looks at: 4,096 tokens of 8 heads of 128."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -152,9 +154,15 @@ def check_memory(layout: Layout) -> Layout:
     """Return the layout itself if no two elements share a byte.
 
     Looks at every byte of the first two pages of the first two layers of each group; strides that collide, collide there.
-    Raises LayoutError that names the two arrays.
+    Raises LayoutError that names the two arrays, or a page of more than MAX_CHECKED elements: a peer's layout must not cost
+    arbitrary memory.
     """
     for index, group in enumerate(layout.groups):
+        largest = max(group.page_size * c.heads * c.dim for c in group.components)
+        if largest > MAX_CHECKED:
+            raise LayoutError(
+                f"a page of {largest} elements; at most {MAX_CHECKED} are checked", path=f"groups[{index}]"
+            )
         taken: dict[str, list[tuple[str, Int64]]] = {}
         for component in group.components:
             for name, view in _arrays(group, component):

@@ -96,6 +96,7 @@ class Writer:
         self._target: Mapping[str, int] = {r.name: r.base for r in peer_layout.regions}
         self._slabs: tuple[str, ...] = ()
         """Slabs of the peer that are written directly."""
+        _check_regions(peer_layout)
         if maps_memory:
             self._target, self._slabs = _mapped_bases(peer_layout, peer)
         if self.mode == "staged" and (staging is None or slot is None):
@@ -170,6 +171,16 @@ class Scatterer:
 def _slot_side(address: int, layers: Range, layer_bytes: int, tokens: Range) -> Side:
     """A slot holds its chunk's layers from its start: the wire region of all layers begins that much before."""
     return Side(np.zeros(1, np.int64), {REGION: address - layers[0] * layer_bytes}, origin=tokens[0])
+
+
+def _check_regions(layout: Layout) -> None:
+    """Refuse a peer's layout whose pages do not fit into the regions it names: writes would leave them."""
+    have = {r.name: r.nbytes for r in layout.regions}
+    for name, need in region_sizes(layout).items():
+        if have.get(name, 0) < need:
+            raise Refused(
+                (f"region {name!r} of the decode layout has {have.get(name, 0)} bytes, its pages take {need}",)
+            )
 
 
 def _mapped_bases(layout: Layout, peer: Peer) -> tuple[dict[str, int], tuple[str, ...]]:

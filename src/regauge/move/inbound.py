@@ -6,6 +6,7 @@ All methods belong to one event loop; scatters run in one thread per link.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -34,6 +35,7 @@ TICK_S = 0.25
 FENCE_S = 5.0
 READY_S = 30.0
 """Most seconds for a prefill worker to open its data connection."""
+CLOSE_S = 10.0
 MIN_SLOT = 1 << 20
 MAX_SLOTS = 16
 MAX_GREETING = 32
@@ -113,6 +115,9 @@ class InboundLinks:
             self._server.close()
         for link in list(self._links.values()):
             link.channel.close()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_S), self._settled:
+                await self._settled.wait_for(lambda: not self._links and not self._gone)
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -291,9 +296,14 @@ class InboundLinks:
             loop = asyncio.get_running_loop()
             try:
                 await loop.run_in_executor(link.thread, link.scatterer.scatter, chunk, incoming.pages, incoming.origin)
-            except RegaugeError as failure:
-                error = str(failure)
-        self._run(self.receiver.scattered(chunk.transfer, chunk.seq, chunk.slot, time.monotonic(), error=error))
+            except Exception as failure:  # whatever broke, this request fails and the slot is given back
+                log.exception("a chunk could not be brought into its pages", transfer=chunk.transfer)
+                error = f"a chunk could not be brought into its pages: {failure}"
+        try:
+            self._run(self.receiver.scattered(chunk.transfer, chunk.seq, chunk.slot, time.monotonic(), error=error))
+        except ProtocolError as failure:
+            log.warning("the peer broke the protocol", peer=link.peer, error=str(failure))
+            link.channel.close()
 
     def _spawn(self, work: object, also: set[asyncio.Task[None]] | None = None) -> None:
         task: asyncio.Task[None] = asyncio.create_task(work)  # type: ignore[arg-type]

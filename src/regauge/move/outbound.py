@@ -261,9 +261,9 @@ class OutboundLinks:
             nbytes = await loop.run_in_executor(
                 link.thread, link.writer.write, chunk, np.asarray(out.pages), self._config.deadline_s
             )
-        except TransportError as error:
-            # The bytes may still land: only the end of the whole data connection is certain.
-            log.warning("write failed", peer=link.peer, transfer=chunk.transfer, error=str(error))
+        except Exception as error:  # noqa: BLE001  # whatever broke, bytes may still land: only the link's end is certain
+            level = log.warning if isinstance(error, TransportError) else log.exception
+            level("write failed", peer=link.peer, transfer=chunk.transfer, error=str(error))
             link.channel.close()
             return
         self.run(self.sender.written(chunk.transfer, chunk.seq, chunk.layers, chunk.tokens, chunk.slot, nbytes))

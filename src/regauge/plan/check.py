@@ -134,8 +134,8 @@ def _lanes(prefill: Layout, decode: Layout) -> Iterator[tuple[LaneVerdict, Refus
                 a = next((c for c in src.components if c.name == b.name), None)
                 if a is None:
                     continue
-                clash = _conversion_clash(a, b, f"groups[{j}].{b.name}.dtype")
-                convert = tuple(_convert_reasons(a, b, src, dst))
+                convert = tuple(_convert_reasons(a, b, src, dst, prefill, decode))
+                clash = _conversion_clash(a, b, f"groups[{j}].{b.name}.dtype") if convert else None
                 remap = tuple(_remap_reasons(a, b, src, dst, prefill, decode))
                 path: Path = "CONVERT" if convert else "REMAP" if remap else "DIRECT"
                 reasons = convert + remap
@@ -143,8 +143,6 @@ def _lanes(prefill: Layout, decode: Layout) -> Iterator[tuple[LaneVerdict, Refus
 
 
 def _conversion_clash(a: Component, b: Component, field: str) -> Refusal | None:
-    if a.dtype == b.dtype and (a.scale == b.scale or a.dtype in CONVERTIBLE):
-        return None
     for c in (a, b):
         if c.dtype not in CONVERTIBLE:
             return Refusal(field, a.dtype, b.dtype, f"There is no conversion of {c.dtype} yet: use the same dtype and "
@@ -152,23 +150,32 @@ def _conversion_clash(a: Component, b: Component, field: str) -> Refusal | None:
     return None
 
 
-def same_scale(a: Scale | None, b: Scale | None, src: Group, dst: Group, heads: int) -> bool:
+def _same_scale(a: Component, b: Component, src: Group, dst: Group, prefill: Layout, decode: Layout) -> bool:
     """Say whether the codes mean the same values on both sides: then they cross as they are."""
-    if (a is not None and a.at is not None) or (b is not None and b.at is not None):
-        return a is not None and b is not None and a.at is not None and b.at is not None
-    rows = [
-        dict(zip(g.layer_ids, scale_table(s, len(g.layer_ids), heads), strict=True)) if s else {}
-        for s, g in ((a, src), (b, dst))
+    x, y = a.scale, b.scale
+    if (x is not None and x.at is not None) or (y is not None and y.at is not None):
+        return x is not None and y is not None and x.at is not None and y.at is not None
+    common = [h for h in decode.heads if h in prefill.heads]
+    tables = [
+        _constants(c, g, [h - layout.heads[0] for h in common])
+        for c, g, layout in ((a, src, prefill), (b, dst, decode))
     ]
-    one = [1.0] * heads
-    return all(rows[0].get(x, one) == rows[1].get(x, one) for x in set(src.layer_ids) & set(dst.layer_ids))
+    return all(tables[0][layer] == tables[1][layer] for layer in set(src.layer_ids) & set(dst.layer_ids))
 
 
-def _convert_reasons(a: Component, b: Component, src: Group, dst: Group) -> Iterator[str]:
+def _constants(component: Component, group: Group, heads: list[int]) -> dict[int, list[float]]:
+    """Return the constant scale of each head, by layer; no scale is a scale of one."""
+    scale = component.scale or Scale("tensor", values=1.0)
+    rows = scale_table(scale, len(group.layer_ids), component.heads)
+    return {layer: [row[h] for h in heads] for layer, row in zip(group.layer_ids, rows, strict=True)}
+
+
+def _convert_reasons(
+    a: Component, b: Component, src: Group, dst: Group, prefill: Layout, decode: Layout
+) -> Iterator[str]:
     if a.dtype != b.dtype:
         yield f"dtype {a.dtype} -> {b.dtype}"
-    alike = same_scale(a.scale, b.scale, src, dst, b.heads) if a.heads == b.heads else a.scale == b.scale
-    if not alike:
+    if not _same_scale(a, b, src, dst, prefill, decode):
         yield f"scale {_scale_name(a.scale)} -> {_scale_name(b.scale)}"
 
 

@@ -19,7 +19,7 @@ from regauge.errors import PlanError, Refused
 from regauge.layout.spec import Component, Group, Layout, Rule, scale_table
 from regauge.layout.view import View, component_view, scale_view
 from regauge.plan.axes import Loop, coalesce, factor, merge, outer_sum
-from regauge.plan.check import LaneVerdict, Verdict, check, same_scale
+from regauge.plan.check import LaneVerdict, Verdict, check
 from regauge.plan.tiles import Convert, Int64, Tiles
 
 MAX_PIECES = 1 << 23
@@ -135,8 +135,7 @@ def _compile_lane(prefill: Layout, decode: Layout, verdict: LaneVerdict) -> Iter
                     converts=converts, rule=rule, src_scale=src_scale, dst_scale=dst_scale)  # fmt: skip
 
     yield lane(a.name, *views, (a.dtype, b.dtype))
-    stored = a.scale is not None and a.scale.at is not None
-    if stored and not converts and same_scale(a.scale, b.scale, src, dst, b.heads):
+    if not converts and a.scale is not None and a.scale.at is not None:
         yield lane(f"{a.name} scale", scale_view(src, a), scale_view(dst, b), ("float32", "float32"))
 
 
