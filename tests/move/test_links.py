@@ -324,5 +324,11 @@ async def test_names_are_checked() -> None:
         with pytest.raises(TransferFailed, match="p offers 11 tokens, the request has 10"):
             await sent.done()
         assert (b.into.pool.free, b.source_pool.free) == (24, 24)
-        with contextlib.suppress(Refused):
-            await b.offer("z", 1)
+        first = await b.offer("y", 5)
+        with pytest.raises(ProtocolError, match="transfer 'y' is under way already"):
+            await b.out.start("y", "d", b.address, np.array([0]), 5, lambda: None)
+        arrival = b.expect("y", 5)
+        await first.wait_granted()
+        mark_all(first, 5)
+        first.finish(b"")
+        await arrival

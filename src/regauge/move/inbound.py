@@ -246,7 +246,9 @@ class InboundLinks:
         except (ProtocolError, LayoutError, Refused) as error:
             channel.send(m.Refuse([str(error)[:4_000]]))
             raise
-        staging = await asyncio.to_thread(Slab, self._config.staging_bytes, f"staging:{hello.worker}")
+        # A peer that maps the pages writes them directly: its slots stay empty.
+        size = 4096 if self._transport.caps.maps_memory else self._config.staging_bytes
+        staging = await asyncio.to_thread(Slab, size, f"staging:{hello.worker}")
         try:
             return await self._finish_greeting(channel, hello, layout, verdict.path, verdict.pair, staging)
         except BaseException:

@@ -118,6 +118,8 @@ class OutboundLinks:
         when there is no link and none can be made; `free` is not called then.
         """
         link = await self._link(peer, address)
+        if transfer in self._transfers:
+            raise ProtocolError(f"transfer {transfer!r} is under way already")
         future: asyncio.Future[Delivered] = asyncio.get_running_loop().create_future()
         future.add_done_callback(lambda f: f.exception())  # an error nobody waits for is still logged by `run`
         verdict = link.writer.plan.verdict
