@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from peer_process import Child, wait_until
 
 from regauge.errors import BoundsError, DeadlineExceeded, PeerLost, TransportError
-from regauge.move import shm, shm_peer
+from regauge.move import shm_peer
 from regauge.move.memory import Slab
 from regauge.move.shm import ShmTransport
 from regauge.move.shm_peer import ShmPeer
@@ -82,7 +82,7 @@ def test_fences_of_both_sides_wait_for_a_direct_write(owner: ShmTransport, peer:
 def test_a_withdrawal_waits_for_a_direct_write_and_keeps_others_out(
     owner: ShmTransport, peer: ShmPeer, slab: Slab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shm, "_CLOSE_S", 0.1)
+    monkeypatch.setattr(ShmTransport, "close_s", 0.1)
     with peer.writing("pool"), pytest.raises(DeadlineExceeded, match="'writer' did not confirm"):
         owner.register(slab)
     with pytest.raises(BoundsError, match="generation 1 is over"), peer.writing("pool"):
@@ -149,7 +149,7 @@ def test_another_user_gets_nothing(owner: ShmTransport) -> None:
 def test_an_owner_that_closes_over_a_running_direct_write_does_not_call_it_over(
     owner: ShmTransport, peer: ShmPeer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shm, "_CLOSE_S", 0.1)
+    monkeypatch.setattr(ShmTransport, "close_s", 0.1)
     with peer.writing("pool"):
         owner.close()
         assert owner.inbound() == []

@@ -20,7 +20,7 @@ import msgspec
 
 from regauge.errors import ProtocolError, TransportError
 from regauge.move.auth import authenticate_socket, recv_exactly, send_all
-from regauge.move.transport import Inbound
+from regauge.move.transport import Inbound, Transport, instant
 
 HELLO_DEADLINE_S = 5.0
 MAX_SESSIONS = 256
@@ -268,3 +268,24 @@ def shut(sock: socket.socket) -> None:
         sock.shutdown(socket.SHUT_RDWR)
     except OSError:
         return
+
+
+class ListeningTransport(Transport):
+    """A transport that accepts its peers at a `Listener`."""
+
+    _listener: Listener
+    close_s = 5.0
+    """Most seconds that closing, or withdrawing a slab, waits for peers."""
+
+    def inbound(self) -> list[Inbound]:
+        """Return the live incoming connections; `nbytes` is 0 where writes are one-sided."""
+        return self._listener.inbound()
+
+    def fence_inbound(self, session: str, deadline_s: float) -> bool:
+        """End a writer's connection and make sure of it; see `Transport.fence_inbound`."""
+        return self._listener.fence(session, instant(deadline_s))
+
+    def close(self) -> None:
+        """End all incoming connections and stop listening. Peers are closed by who opened them."""
+        self._listener.close(instant(self.close_s))
+        self._forget()

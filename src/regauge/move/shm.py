@@ -30,6 +30,7 @@ from regauge.move.listener import (
     VERSION,
     Hello,
     Listener,
+    ListeningTransport,
     Session,
     greet,
     recv_message,
@@ -39,16 +40,13 @@ from regauge.move.memory import Slab, attach
 from regauge.move.shm_peer import EVERYTHING, WORD, ShmPeer
 from regauge.move.transport import (
     Caps,
-    Inbound,
     Region,
-    Transport,
     decode_export,
     instant,
     new_session,
 )
 
 _PURPOSE = "regauge-shm"
-_CLOSE_S = 5.0
 _FDS = 64  # descriptors per message; the kernel allows 253
 _CREDENTIALS = struct.Struct("iII")  # struct ucred, unix(7)
 _log = logging.getLogger(__name__)
@@ -60,7 +58,7 @@ class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     regions: tuple[Region, ...]
 
 
-class ShmTransport(Transport):
+class ShmTransport(ListeningTransport):
     """Shares this process's slabs with processes of the same user on this host."""
 
     kind = "shm"
@@ -123,19 +121,6 @@ class ShmTransport(Transport):
                 ) from error
             raise
 
-    def inbound(self) -> list[Inbound]:
-        """Return the live incoming connections; their bytes are not counted here."""
-        return self._listener.inbound()
-
-    def fence_inbound(self, session: str, deadline_s: float) -> bool:
-        """Have a writer stop and confirm it; see `Transport.fence_inbound`."""
-        return self._listener.fence(session, instant(deadline_s))
-
-    def close(self) -> None:
-        """Ask the writers to stop, end their connections and stop listening."""
-        self._listener.close(instant(_CLOSE_S))
-        self._forget()
-
     def _admit(self, sock: socket.socket, hello: Hello) -> ShmSession:
         return ShmSession(sock, hello, self)
 
@@ -145,11 +130,11 @@ class ShmTransport(Transport):
             return [(region, os.dup(slab.fd)) for region, _, slab in self._live.values() if not slab.closed]
 
     def _revoke(self, generation: int) -> None:
-        deadline = instant(_CLOSE_S)
+        deadline = instant(self.close_s)
         for session in self._listener.sessions():
             if isinstance(session, ShmSession) and not session.stop(generation, deadline):
                 raise DeadlineExceeded(
-                    f"peer {session.peer!r} did not confirm within {_CLOSE_S} s that it has stopped writing to a "
+                    f"peer {session.peer!r} did not confirm within {self.close_s} s that it has stopped writing to a "
                     "withdrawn slab; keep the memory until fence_inbound of its session is true"
                 )
 
@@ -168,7 +153,7 @@ class ShmSession(Session):
     def run(self) -> None:
         """Pass the slabs, then take confirmations until the writer is gone."""
         with self._table:
-            self._pass_slabs(instant(_CLOSE_S))
+            self._pass_slabs(instant(self._transport.close_s))
             self._passed, self.proven = True, False
         with contextlib.suppress(ConnectionResetError):  # the writer's end closed with words unread
             while len(word := self.sock.recv(WORD.size, socket.MSG_WAITALL)) == WORD.size:

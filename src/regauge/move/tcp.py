@@ -21,13 +21,12 @@ import numpy as np
 
 from regauge.errors import ConfigError, DeadlineExceeded, PeerLost, ProtocolError, TransportError
 from regauge.move import frames
-from regauge.move.listener import VERSION, Hello, Listener, Session, greet
+from regauge.move.listener import VERSION, Hello, Listener, ListeningTransport, Session, greet
 from regauge.move.pieces import Int64s
 from regauge.move.tcp_peer import TcpPeer
-from regauge.move.transport import Caps, Exported, Inbound, Transport, decode_export, instant, new_session
+from regauge.move.transport import Caps, Exported, Transport, decode_export, instant, new_session
 
 _PURPOSE = "regauge-tcp"
-_CLOSE_S = 5.0
 _HOST = re.compile(r"\[?[0-9A-Za-z.:%_-]{1,253}\]?")
 _PORT = re.compile(r"[0-9]{1,5}")
 _LOCAL_BUFFER_BYTES = 256 << 10
@@ -46,7 +45,7 @@ class NobodyListensError(PeerLost):
     """Nobody listens at the peer's address any more."""
 
 
-class TcpTransport(Transport):
+class TcpTransport(ListeningTransport):
     """Binds `host` (an address of the compute plane; port 0 picks one) and connects from it.
 
     `advertise` is the address that peers are told when `host` is a wildcard. Raises ConfigError for a host that
@@ -88,19 +87,6 @@ class TcpTransport(Transport):
         target, deadline, session = decode_export(exported, self.kind), instant(deadline_s), new_session()
         sock = self._dial(target, Hello(VERSION, "data", session, target.session, self.name), deadline)
         return TcpPeer(self, target, session, sock, lambda limit: self.is_gone(target, session, limit))
-
-    def inbound(self) -> list[Inbound]:
-        """Return the live incoming connections."""
-        return self._listener.inbound()
-
-    def fence_inbound(self, session: str, deadline_s: float) -> bool:
-        """End an incoming connection; see `Transport.fence_inbound`."""
-        return self._listener.fence(session, instant(deadline_s))
-
-    def close(self) -> None:
-        """End all incoming connections and stop listening. Peers are closed by who opened them."""
-        self._listener.close(instant(_CLOSE_S))
-        self._forget()
 
     def is_gone(self, target: Exported, session: str, deadline: float) -> bool:
         """Ask the peer to end a session and to confirm it. False when no confirmation came by `deadline`."""
@@ -148,7 +134,7 @@ class TcpTransport(Transport):
         return sock
 
     def _revoke(self, generation: int) -> None:
-        deadline = instant(_CLOSE_S)
+        deadline = instant(self.close_s)
         with self._landing:
             for session in self._listener.sessions():
                 if isinstance(session, TcpSession) and session.landing == generation:
