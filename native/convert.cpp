@@ -236,7 +236,10 @@ void convert_groups(Boxes b, const Conversion& c, const How& how, Int threads, b
     group.shape[j] = b.shape[b.axes + j];
     for (int o = 0; o < kOperands; ++o) group.stride[o][j] = b.stride[o][b.axes + j];
   }
-  const float most_code = float_of(c.dst == Dtype::kE4M3 ? E4M3::kMax : E5M2::kMax);
+  const float most_code = with_format(c.dst, [](auto format) {
+    if constexpr (format.kSize == 1) return float_of(format.kMax);
+    else return 0.0f;  // takes no dynamic scales
+  });
   const int last = b.axes - 1;
   parallel(b.rows(), threads, [&](Int lo, Int hi) {
     const DefaultFloatEnvironment environment;

@@ -2,15 +2,9 @@
 #pragma once
 
 #include "copy.hpp"
+#include "dtypes.hpp"
 
 namespace regauge {
-
-enum class Dtype { kFloat32, kBFloat16, kFloat16, kE4M3, kE5M2 };
-constexpr int kDtypes = 5;
-
-constexpr std::int64_t size_of(Dtype d) {
-  return d == Dtype::kFloat32 ? 4 : d == Dtype::kBFloat16 || d == Dtype::kFloat16 ? 2 : 1;
-}
 
 /// What happens to the elements of one row: see `Convert` in plan/tiles.py.
 struct Conversion {
@@ -84,7 +78,7 @@ struct Fetch {
 
 struct Kernels {
   ConvertRows convert;
-  DynamicRows dynamic;  // null unless the target is an fp8 format
+  DynamicRows dynamic;  // null unless the target takes dynamic scales
   MaxRows max;
 };
 
@@ -92,9 +86,9 @@ Kernels portable_kernels(Dtype src, Dtype dst);
 #if defined(__x86_64__)
 namespace avx2 {
 Kernels kernels(Dtype src, Dtype dst);
-/// The same with faster ones for bfloat16 to fp8.
+/// The same with faster ones for bfloat16 to e4m3fn and e5m2.
 Kernels narrow_kernels(Dtype src, Dtype dst);
-/// fp8 to bfloat16 through a table of the 16 scaled mantissas, where the scale allows it; else null.
+/// e4m3fn and e5m2 to bfloat16 through a table of the 16 scaled mantissas, where the scale allows it; else null.
 ConvertRows table_rows(Dtype src, Dtype dst);
 }  // namespace avx2
 #endif

@@ -61,7 +61,7 @@ REGAUGE_INLINE __m256 apply(__m256 v, const Factors& f) {
 }
 
 template <class Dst>
-constexpr bool kFp8 = Dst::kSize == 1;
+constexpr bool kFp8 = Dst::kSize == 1 && !std::is_same_v<Dst, Int8>;
 
 // bfloat16 to fp8 with at most one factor: signs are handled as bytes, magnitudes as magnitudes.
 template <class Dst, Scaling S, bool Stream>
@@ -91,8 +91,8 @@ REGAUGE_INLINE void block(const Byte* s, Byte* d, const Factors& f) {
     Code::template store<Stream, false>(d, q, signs);
   } else {
     for (int k = 0; k < 4; ++k) v[k] = apply<S>(v[k], f);
-    if constexpr (std::is_same_v<Dst, BFloat16>) {
-      Vector<BFloat16>::store_ordered<Stream, In::kEvenOdd>(d, v);
+    if constexpr (std::is_same_v<Dst, BFloat16> || std::is_same_v<Dst, Int8>) {
+      Vector<Dst>::template store_ordered<Stream, In::kEvenOdd>(d, v);
     } else {
       if constexpr (In::kEvenOdd) interleave(v);
       Vector<Dst>::template store<Stream>(d, v);
@@ -330,29 +330,18 @@ void dynamic_rows(const RowBatch& whole) {
   }
 }
 
-template <class Src>
-Kernels kernels_from(Dtype dst) {
-  switch (dst) {
-    case Dtype::kFloat32: return {convert_rows<Src, Float32>, nullptr, max_rows<Src>};
-    case Dtype::kBFloat16: return {convert_rows<Src, BFloat16>, nullptr, max_rows<Src>};
-    case Dtype::kFloat16: return {convert_rows<Src, Float16>, nullptr, max_rows<Src>};
-    case Dtype::kE4M3: return {convert_rows<Src, E4M3>, dynamic_rows<Src, E4M3>, max_rows<Src>};
-    case Dtype::kE5M2: return {convert_rows<Src, E5M2>, dynamic_rows<Src, E5M2>, max_rows<Src>};
-  }
-  return {};
+template <class Src, class Dst>
+Kernels kernels_of() {
+  if constexpr (Dst::kSize == 1) return {convert_rows<Src, Dst>, dynamic_rows<Src, Dst>, max_rows<Src>};
+  else return {convert_rows<Src, Dst>, nullptr, max_rows<Src>};
 }
 
 }  // namespace
 
 Kernels kernels(Dtype src, Dtype dst) {
-  switch (src) {
-    case Dtype::kFloat32: return kernels_from<Float32>(dst);
-    case Dtype::kBFloat16: return kernels_from<BFloat16>(dst);
-    case Dtype::kFloat16: return kernels_from<Float16>(dst);
-    case Dtype::kE4M3: return kernels_from<E4M3>(dst);
-    case Dtype::kE5M2: return kernels_from<E5M2>(dst);
-  }
-  return {};
+  return with_format(src, [dst](auto s) {
+    return with_format(dst, [](auto d) { return kernels_of<decltype(s), decltype(d)>(); });
+  });
 }
 
 }  // namespace regauge::avx2

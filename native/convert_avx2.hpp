@@ -6,6 +6,8 @@
 
 #include <immintrin.h>
 
+#include <type_traits>
+
 #include "formats.hpp"
 
 namespace regauge::avx2 {
@@ -153,6 +155,56 @@ struct Vector<E4M3> {
   }
 };
 
+template <>
+struct Vector<E4M3Fnuz> {
+  static constexpr bool kEvenOdd = false, kCleanNan = false;
+  // As for E4M3, with half the value; the one NaN would be a negative zero.
+  REGAUGE_INLINE static void load(const Byte* p, __m256 v[4]) {
+    for (int k = 0; k < 4; k += 2) {
+      const __m128i x = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 8 * k));
+      __m256i h = _mm256_srai_epi16(_mm256_slli_epi16(_mm256_cvtepu8_epi16(x), 8), 1);
+      h = _mm256_and_si256(h, halves(0xbf80u));
+      const __m256i nan = _mm256_cmpeq_epi16(h, halves(0x8000u));
+      h = _mm256_xor_si256(h, _mm256_and_si256(nan, halves(0x8000u ^ 0x7e00u)));
+      widen_half(h, v + k);
+      v[k] = _mm256_mul_ps(v[k], _mm256_set1_ps(128.0f));
+      v[k + 1] = _mm256_mul_ps(v[k + 1], _mm256_set1_ps(128.0f));
+    }
+  }
+};
+
+template <>
+struct Vector<Int8> {
+  static constexpr bool kEvenOdd = true, kCleanNan = false;  // bfloat16, the usual target, takes this order as it is
+  REGAUGE_INLINE static void load(const Byte* p, __m256 v[4]) {
+    for (int k = 0; k < 4; k += 2) {
+      const __m256i x = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 8 * k)));
+      v[k] = _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(x, 16), 16));
+      v[k + 1] = _mm256_cvtepi32_ps(_mm256_srai_epi32(x, 16));
+    }
+  }
+  // NaN passes the bounds (see Float16), converts to the smallest integer and alone is packed to -128.
+  REGAUGE_INLINE static __m256i round(__m256 v) {
+    const __m256 most = floats(Int8::kMax), least = floats(kSign | Int8::kMax);
+    return _mm256_cvtps_epi32(_mm256_max_ps(least, _mm256_min_ps(most, v)));
+  }
+  template <bool Stream, bool EvenOdd>
+  REGAUGE_INLINE static void store_ordered(Byte* p, const __m256 v[4]) {
+    __m256i n[4], codes;
+    for (int k = 0; k < 4; ++k) n[k] = round(v[k]);
+    if constexpr (EvenOdd) {
+      const __m256i even = _mm256_packs_epi32(n[0], n[2]), odd = _mm256_packs_epi32(n[1], n[3]);
+      const __m128i pairs = _mm_setr_epi8(0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15);
+      codes = _mm256_shuffle_epi8(_mm256_packs_epi16(even, odd), _mm256_broadcastsi128_si256(pairs));
+      codes = _mm256_permute4x64_epi64(codes, 0xd8);
+    } else {
+      codes = _mm256_packs_epi16(_mm256_packs_epi32(n[0], n[1]), _mm256_packs_epi32(n[2], n[3]));
+      codes = _mm256_permutevar8x32_epi32(codes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+    }
+    put<Stream>(p, _mm256_andnot_si256(_mm256_cmpeq_epi8(codes, bytes(0x80u)), codes));
+  }
+};
+
 // The encoder for fp8 targets. With e = max(exponent of a, smallest normal exponent), a + 2^(e+23-M) rounds a to the
 // format's grid (RNE, subnormals too) and leaves n, the steps above 2^e's own, in the low bits of the sum q; q's high
 // half is the exponent. One multiply-add of the two halves of q then gives 256 * code: kBias in the low bits of the
@@ -182,15 +234,29 @@ struct Encoder {
   REGAUGE_INLINE static void store(Byte* p, const __m256i q[4], __m256i signs) {
     const __m256i top = _mm256_and_si256(signs, bytes(0x80));
     if constexpr (EvenOdd) {
-      const __m256i even = _mm256_srli_epi16(_mm256_packs_epi32(q[0], q[2]), 8), odd = _mm256_packs_epi32(q[1], q[3]);
-      const __m256i codes = _mm256_blendv_epi8(even, odd, halves(0xff00u));
-      put<Stream>(p, _mm256_permute4x64_epi64(_mm256_or_si256(codes, top), 0xd8));
+      const __m256i even = _mm256_packs_epi32(q[0], q[2]), odd = _mm256_packs_epi32(q[1], q[3]);
+      const __m256i codes = _mm256_blendv_epi8(_mm256_srli_epi16(even, 8), odd, halves(0xff00u));
+      const __m256i nan = _mm256_blendv_epi8(not_finite(even), not_finite(odd), halves(0xff00u));
+      put<Stream>(p, _mm256_permute4x64_epi64(signed_codes(codes, top, nan), 0xd8));
     } else {
-      const __m256i a = _mm256_srli_epi16(_mm256_packs_epi32(q[0], q[1]), 8);
-      const __m256i b = _mm256_srli_epi16(_mm256_packs_epi32(q[2], q[3]), 8);
-      const __m256i codes = _mm256_or_si256(_mm256_packus_epi16(a, b), top);
-      put<Stream>(p, _mm256_permutevar8x32_epi32(codes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7)));
+      const __m256i a = _mm256_packs_epi32(q[0], q[1]), b = _mm256_packs_epi32(q[2], q[3]);
+      const __m256i codes = _mm256_packus_epi16(_mm256_srli_epi16(a, 8), _mm256_srli_epi16(b, 8));
+      const __m256i nan = _mm256_packs_epi16(not_finite(a), not_finite(b));
+      put<Stream>(p, _mm256_permutevar8x32_epi32(signed_codes(codes, top, nan), _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7)));
     }
+  }
+
+ private:
+  static constexpr bool kFnuz = std::is_same_v<Format, E4M3Fnuz>;
+
+  // Sixteen codes times 256, saturated: which are NaN. Only asked where 0x7f is a number.
+  REGAUGE_INLINE static __m256i not_finite(__m256i q) {
+    return kFnuz ? _mm256_cmpgt_epi16(q, halves(0x7f00u)) : _mm256_setzero_si256();
+  }
+  REGAUGE_INLINE static __m256i signed_codes(__m256i codes, __m256i top, __m256i nan) {
+    if constexpr (!kFnuz) return _mm256_or_si256(codes, top);
+    const __m256i zero = _mm256_cmpeq_epi8(codes, _mm256_setzero_si256());
+    return _mm256_blendv_epi8(_mm256_or_si256(codes, _mm256_andnot_si256(zero, top)), bytes(0x80u), nan);
   }
 };
 
@@ -198,6 +264,8 @@ template <class Format>
 struct EncoderOf;
 template <>
 struct EncoderOf<E4M3> : Encoder<E4M3, 3, -6> {};
+template <>
+struct EncoderOf<E4M3Fnuz> : Encoder<E4M3Fnuz, 3, -7> {};
 template <>
 struct EncoderOf<E5M2> : Encoder<E5M2, 2, -14> {};
 

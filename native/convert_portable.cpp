@@ -91,29 +91,18 @@ std::uint32_t max_rows(const RowBatch& b) {
   return most;
 }
 
-template <class Src>
-Kernels kernels_from(Dtype dst) {
-  switch (dst) {
-    case Dtype::kFloat32: return {convert_rows<Src, Float32>, nullptr, max_rows<Src>};
-    case Dtype::kBFloat16: return {convert_rows<Src, BFloat16>, nullptr, max_rows<Src>};
-    case Dtype::kFloat16: return {convert_rows<Src, Float16>, nullptr, max_rows<Src>};
-    case Dtype::kE4M3: return {convert_rows<Src, E4M3>, dynamic_rows<Src, E4M3>, max_rows<Src>};
-    case Dtype::kE5M2: return {convert_rows<Src, E5M2>, dynamic_rows<Src, E5M2>, max_rows<Src>};
-  }
-  return {};
+template <class Src, class Dst>
+Kernels kernels_of() {
+  if constexpr (Dst::kSize == 1) return {convert_rows<Src, Dst>, dynamic_rows<Src, Dst>, max_rows<Src>};
+  else return {convert_rows<Src, Dst>, nullptr, max_rows<Src>};
 }
 
 }  // namespace
 
 Kernels portable_kernels(Dtype src, Dtype dst) {
-  switch (src) {
-    case Dtype::kFloat32: return kernels_from<Float32>(dst);
-    case Dtype::kBFloat16: return kernels_from<BFloat16>(dst);
-    case Dtype::kFloat16: return kernels_from<Float16>(dst);
-    case Dtype::kE4M3: return kernels_from<E4M3>(dst);
-    case Dtype::kE5M2: return kernels_from<E5M2>(dst);
-  }
-  return {};
+  return with_format(src, [dst](auto s) {
+    return with_format(dst, [](auto d) { return kernels_of<decltype(s), decltype(d)>(); });
+  });
 }
 
 }  // namespace regauge

@@ -1,9 +1,12 @@
 // The number formats, one element at a time, in integer and IEEE fp32 arithmetic only: the same bits on every CPU.
-// Sources: OCP 8-bit floating point specification 1.0 (e4m3fn, e5m2), IEEE 754 binary16, bfloat16 = top half of fp32.
+// Sources: OCP 8-bit floating point specification 1.0 (e4m3fn, e5m2), IEEE 754 binary16, bfloat16 = top half of fp32;
+// e4m3fnuz: Noune et al., 8-bit Numerical Formats for Deep Neural Networks, 2022 (bias 8, max 240, only NaN is 0x80).
 #pragma once
 
 #include <cstdint>
 #include <cstring>
+
+#include "dtypes.hpp"
 
 namespace regauge {
 namespace {  // kept out of the linker's sight: vector and portable files must not share compiled copies
@@ -108,6 +111,54 @@ struct E5M2 {
     return static_cast<Bits>(sign >> 24 | round_magnitude<2, -14>(float_of(a)));
   }
 };
+
+/// One zero and one NaN, neither with a sign; no infinity. A code is half of what it is in e4m3fn.
+struct E4M3Fnuz {
+  static constexpr int kSize = 1;
+  using Bits = std::uint8_t;
+  static constexpr std::uint32_t kMax = 0x43700000u;  // 240
+  static float decode(Bits u) {
+    if (u == 0x80u) return float_of(kInf | kQuiet);
+    const std::uint32_t sign = (u & 0x80u) << 24, magnitude = u & 0x7fu;
+    return float_of(sign | bits_of(float_of(magnitude << 20) * float_of((127u + 119u) << 23)));
+  }
+  static Bits encode(float f, std::uint32_t sign) {
+    std::uint32_t a = bits_of(f) & kMagnitude;
+    if (a > kInf) return 0x80u;
+    if (a > kMax) a = kMax;
+    const std::uint32_t magnitude = round_magnitude<3, -7>(float_of(a));
+    return static_cast<Bits>(magnitude == 0 ? 0u : sign >> 24 | magnitude);
+  }
+};
+
+/// Whole numbers of -127 .. 127 as targets; NaN, which int8 lacks, becomes 0.
+struct Int8 {
+  static constexpr int kSize = 1;
+  using Bits = std::uint8_t;
+  static constexpr std::uint32_t kMax = 0x42fe0000u;  // 127
+  static float decode(Bits u) { return static_cast<float>(static_cast<std::int8_t>(u)); }
+  static Bits encode(float f, std::uint32_t) {
+    const std::uint32_t u = bits_of(f), a = u & kMagnitude;
+    if (a > kInf) return 0;
+    const float clamped = float_of((u & kSign) | (a < kMax ? a : kMax));
+    return static_cast<Bits>(bits_of(clamped + 12582912.0f));  // 1.5 * 2^23: the sum's low bits are the rounded number
+  }
+};
+
+/// Call `f` with an object of the format's type.
+template <class F>
+inline auto with_format(Dtype d, F&& f) {
+  switch (d) {
+    case Dtype::kFloat32: return f(Float32{});
+    case Dtype::kBFloat16: return f(BFloat16{});
+    case Dtype::kFloat16: return f(Float16{});
+    case Dtype::kE4M3: return f(E4M3{});
+    case Dtype::kE4M3Fnuz: return f(E4M3Fnuz{});
+    case Dtype::kE5M2: return f(E5M2{});
+    case Dtype::kInt8: break;
+  }
+  return f(Int8{});
+}
 
 /// The scale of a row whose largest |v| has the bits `amax` (NaN and infinity count as the largest finite value).
 inline float dynamic_scale(std::uint32_t amax, float most) {

@@ -57,12 +57,13 @@ How how_of(Int threads, Int total, const std::string& isa) {
 }
 
 Dtype dtype_of(const std::string& name) {
-  if (name == "float32") return Dtype::kFloat32;
-  if (name == "bfloat16") return Dtype::kBFloat16;
-  if (name == "float16") return Dtype::kFloat16;
-  if (name == "float8_e4m3fn") return Dtype::kE4M3;
-  if (name == "float8_e5m2") return Dtype::kE5M2;
-  refuse("unknown dtype " + name + "; known: float32, bfloat16, float16, float8_e4m3fn, float8_e5m2");
+  int index = 0;
+  std::string known;
+  for (const char* own : kDtypeNames) {
+    if (name == own) return static_cast<Dtype>(index);
+    known += std::string(index++ ? ", " : "") + own;
+  }
+  refuse("unknown dtype " + name + "; known: " + known);
 }
 
 void copy_tiles(const Addresses& src, const Addresses& dst, const Ints& shape, const Ints& src_stride, const Ints& dst_stride,
@@ -78,7 +79,7 @@ void check_dynamic(const Boxes& b, const Conversion& c) {
   for (int j = b.axes - c.row_axes; j < b.axes; ++j)
     if (b.stride[kSrcScale][j] != 0 || b.stride[kDstScale][j] != 0) refuse("a scale stride of a row axis is not 0");
   if (!c.dynamic) return;
-  if (size_of(c.dst) != 1) refuse("dynamic scales need an fp8 target");
+  if (!takes_dynamic(c.dst)) refuse("dynamic scales need an 8-bit target");
   if (!b.base[kDstScale]) refuse("dynamic scales need dst_scale, where they are stored");
 }
 

@@ -14,7 +14,7 @@ from regauge.plan.planner import Side
 from regauge.plan.reference import Bytes, addresses, component_view, load, scale_view, side_of
 
 FLOATS = ("float32", "bfloat16", "float16")
-EIGHT_BIT = ("float8_e4m3fn", "float8_e5m2")
+EIGHT_BIT = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "int8")
 
 
 @st.composite

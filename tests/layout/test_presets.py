@@ -120,3 +120,12 @@ def test_k_and_v_of_unlike_size_do_not_share_a_tensor() -> None:
     check_memory(from_short("bf16", unlike, pages=2))
     with pytest.raises(LayoutError, match="cannot share one tensor"):
         from_short("bf16,fused", unlike)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("fp8", "float8_e4m3fn"), ("fp8_e4m3fnuz", "float8_e4m3fnuz"), ("int8", "int8"), ("torch.int8", "int8")],
+)
+def test_eight_bit_types_by_the_names_that_engines_use(name: str, dtype: str) -> None:
+    layout = from_short(f"{name},scale=token_head", MODEL)
+    assert {c.dtype for c in layout.groups[0].components} == {dtype}

@@ -36,6 +36,8 @@ PAIRS = {
     "widen": ("fp8_e4m3,page=64,hnd", "bf16,page=16,nhd"),
     "narrow": ("bf16,page=16", "fp8_e4m3,page=64,hnd,scale=token_head"),
     "rescale": ("fp8_e4m3,scale=token_head", "fp8_e5m2"),
+    "whole-numbers": ("bf16,page=16", "int8,page=64,hnd,scale=token_head"),
+    "other-bias": ("fp8_e4m3fnuz,page=64,hnd", "fp8_e4m3,page=16"),
 }
 
 

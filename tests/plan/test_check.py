@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from regauge.layout.dtypes import DTYPES
 from regauge.layout.presets import from_short, load_model
 from regauge.layout.spec import Layout, Model, Rope, Scale, Shard
 from regauge.plan import check
@@ -88,15 +89,12 @@ def test_layers_and_heads_that_prefill_lacks() -> None:
     assert check(layout("bf16"), one).reasons[0] == "KV heads 0-1 -> 1"
 
 
-def test_types_without_a_kernel_cross_only_as_they_are() -> None:
-    plain = msgspec.to_builtins(layout("fp8"))
-    for c in plain["groups"][0]["components"]:
-        c["dtype"] = "float8_e4m3fnuz"
-    fnuz = msgspec.convert(plain, Layout)
-    assert check(fnuz, fnuz).path == "DIRECT"
-    verdict = check(fnuz, layout("fp8"))
-    assert verdict.path == "REFUSED"
-    assert "There is no conversion of float8_e4m3fnuz yet" in verdict.refusals[0].remedy
+@pytest.mark.parametrize("a", DTYPES)
+@pytest.mark.parametrize("b", DTYPES)
+def test_any_type_converts_to_any_other(a: str, b: str) -> None:
+    verdict = check(layout(a), layout(b))
+    assert verdict.path == ("DIRECT" if a == b else "CONVERT")
+    assert not verdict.refusals
 
 
 def test_strides_and_padding_matter_even_where_the_order_is_the_same() -> None:
@@ -159,3 +157,17 @@ def test_notes_say_what_a_conversion_costs() -> None:
     assert verdict.notes[0] == "k: every float8_e4m3fn code is exact in bfloat16"
     verdict = check(from_short("bf16", model), from_short("fp16", model))
     assert verdict.notes[0] == "k: beyond +-65504 values saturate; below 6e-8 they become 0"
+
+
+@pytest.mark.parametrize("a", ["bf16", "fp8", "int8,scale=token_head"])
+def test_int8_without_a_scale_is_legal_and_noted(a: str) -> None:
+    note = "k: values are rounded to whole numbers: give int8 a scale"
+    for b in ("int8", "int8,scale=tensor", "int8,scale=head"):  # short forms have constants of 1
+        verdict = check(layout(a), layout(b))
+        assert (verdict.path, verdict.notes[0]) == ("CONVERT", note)
+    for b in ("int8,scale=token_head", "fp8"):
+        assert note not in check(layout(a), layout(b)).notes
+    scaled = msgspec.to_builtins(layout("int8"))
+    for c in scaled["groups"][0]["components"]:
+        c["scale"] = {"per": "tensor", "values": 0.01}
+    assert note not in check(layout(a), msgspec.convert(scaled, Layout)).notes

@@ -10,13 +10,20 @@ class DType:
     """One element type.
 
     `max` is the largest finite value. `saturates` says what a conversion to it does with larger values and with
-    infinities: become `max` (True), or follow IEEE rounding (False).
+    infinities: become `max` (True), or follow IEEE rounding (False). `whole`: it holds whole numbers only. `max` of
+    int8 is that of codes which conversions write; -128 is read as -128.
     """
 
     name: str
     itemsize: int
     max: float
     saturates: bool
+    whole: bool = False
+
+    @property
+    def takes_scales(self) -> bool:
+        """Whether scales that are computed from the values (largest magnitude / `max`) are defined for it."""
+        return self.itemsize == 1
 
 
 DTYPES: dict[str, DType] = {
@@ -28,10 +35,14 @@ DTYPES: dict[str, DType] = {
         DType("float8_e4m3fn", 1, 448.0, True),
         DType("float8_e4m3fnuz", 1, 240.0, True),
         DType("float8_e5m2", 1, 57344.0, True),
-        DType("int8", 1, 127.0, True),
+        DType("int8", 1, 127.0, True, whole=True),
     )
 }
-"""Largest values and rounding: OCP 8-bit floating point specification (e4m3, e5m2); IEEE 754 for the others."""
+"""Every type that a layout may have; kernels convert between any two.
+
+Largest values and rounding: OCP 8-bit floating point specification (e4m3, e5m2); Noune et al., 8-bit Numerical Formats
+for Deep Neural Networks (e4m3fnuz); IEEE 754 for the other floats.
+"""
 
 ALIASES: dict[str, str] = {
     "fp32": "float32",
@@ -40,12 +51,10 @@ ALIASES: dict[str, str] = {
     "half": "float16",
     "fp8": "float8_e4m3fn",
     "fp8_e4m3": "float8_e4m3fn",
+    "fp8_e4m3fnuz": "float8_e4m3fnuz",
     "fp8_e5m2": "float8_e5m2",
 }
 """Names that engines' `--kv-cache-dtype` flags use."""
-
-CONVERTIBLE = frozenset({"float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"})
-"""The types between which kernels convert; the others can be carried as they are."""
 
 
 def canonical(name: str) -> str | None:

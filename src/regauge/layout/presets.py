@@ -4,7 +4,7 @@ Short form, comma-separated, in any order:
 
 | part | meaning | default |
 |---|---|---|
-| dtype | `bf16`, `fp16`, `fp32`, `fp8_e4m3`, `fp8_e5m2` or torch's name | required |
+| dtype | `bf16`, `fp16`, `fp32`, `fp8_e4m3`, `fp8_e4m3fnuz`, `fp8_e5m2`, `int8` or torch's name | required |
 | `page=N` | tokens per page | 16 |
 | `nhd` `hnd` `kt` | page is token-head-dim; head-token-dim; as `hnd` with K transposed to head-dim-token | `nhd` |
 | `split` `fused` | K and V in two tensors, or in one with a `kv` axis outside the page's own | `split` |
@@ -116,7 +116,7 @@ def from_short(text: str, model: Model, *, shard: Shard | None = None, pages: in
     shard = shard or Shard()
     o = _parse(text)
     scale = _scale(o["scale"])
-    if scale is not None and DTYPES[o["dtype"]].itemsize > 1:
+    if scale is not None and not DTYPES[o["dtype"]].takes_scales:
         raise LayoutError(f"{o['dtype']} needs no scale", path="scale")
     heads = len(shard.heads(model.kv_heads))
     components = []

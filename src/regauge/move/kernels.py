@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from regauge import _native
+from regauge.layout.dtypes import DTYPES
 from regauge.move import reference
 from regauge.plan.tiles import Convert, Int64, Tiles
 
@@ -111,8 +112,8 @@ def _check(t: Tiles, where: str) -> None:
         _check_operand(base, stride, count, axes, f"{where}.{name}")
         if any(stride[axes - c.row_axes :]):
             raise ValueError(f"{where}.{name}_stride must be 0 along the last {c.row_axes} axes: they are one row")
-    if c.dynamic and (c.dst_scale is None or reference.ITEMSIZE[c.dst_dtype] != 1):
-        raise ValueError(f"{where}: dynamic scales need an fp8 target and dst_scale, where they are stored")
+    if c.dynamic and (c.dst_scale is None or not DTYPES[c.dst_dtype].takes_scales):
+        raise ValueError(f"{where}: dynamic scales need an 8-bit target and dst_scale, where they are stored")
 
 
 def _check_operand(base: Int64, stride: tuple[int, ...], count: int, axes: int, where: str) -> None:

@@ -9,19 +9,25 @@ For every tile and every index of `shape`, `run` bytes are copied, or a row of `
 
 in IEEE float32, every operation rounded on its own (no fused multiply-add), subnormals kept everywhere.
 
-* Targets float16, float8_e4m3fn and float8_e5m2 saturate: whatever lies beyond the largest finite value, infinity
-  included, becomes that value (65504, 448, 57344). bfloat16 and float32 round to infinity as IEEE does.
-* fp8 codes have the sign that multiplication gives, sign(x) xor sign(s_src) xor sign(s_dst), also where they are
+* Targets float16, float8_e4m3fn, float8_e4m3fnuz, float8_e5m2 and int8 saturate: whatever lies beyond the largest
+  finite value, infinity included, becomes that value (65504, 448, 240, 57344, 127). bfloat16 and float32 round to
+  infinity as IEEE does.
+* e4m3fn and e5m2 codes have the sign that multiplication gives, sign(x) xor sign(s_src) xor sign(s_dst), also where they are
   NaN; every NaN has the magnitude 0x7f. (torch writes the same e4m3fn and e5m2 codes for an unscaled NaN; ml_dtypes
   writes 0x7e for e5m2.)
-* fp8 and fp16 NaN widen to quiet NaN: e4m3fn's without payload, fp16's (and e5m2's, which is a truncated fp16) with
+* e4m3fnuz (bias 8, so that a code means half of what it means in e4m3fn) has one zero, 0x00, which negative zero and
+  negative values that round to zero become too, and one NaN, 0x80, without a sign. Other codes have the sign above.
+* int8 codes are the nearest whole numbers, ties to even, within +-127, so that the range is symmetric; the code -128 is
+  read as -128. int8 has no NaN: NaN becomes 0.
+* fp8 and fp16 NaN widen to quiet NaN: e4m3fn's and e4m3fnuz's without payload, fp16's (and e5m2's, which is a truncated fp16) with
   theirs. Narrowing to fp16 or bf16 keeps sign and top payload bits and sets the quiet bit. A NaN that a scale brings
-  forth (0 * inf) has the sign and payload that the CPU gives it, except in fp8, where it follows the rule above.
-* Dynamic target scales, for fp8 targets: amax = the largest |v| of the row, compared as integer bits and then no more
+  forth (0 * inf) has the sign and payload that the CPU gives it, except in 8-bit targets, where it follows the rules above.
+* Dynamic target scales, for 8-bit targets: amax = the largest |v| of the row, compared as integer bits and then no more
   than the largest finite float32 (so that NaN and infinity count as that); s_dst = max(amax / MAX, 2**-126) with
-  MAX = 448 or 57344, stored as float32, then used by `rule`.
+  MAX = 448, 240, 57344 or 127, stored as float32, then used by `rule`.
 
-Formats: OCP 8-bit floating point specification 1.0 (e4m3fn, e5m2), IEEE 754 binary16 and binary32, bfloat16 = the top
+Formats: OCP 8-bit floating point specification 1.0 (e4m3fn, e5m2); Noune et al., 8-bit Numerical Formats for Deep
+Neural Networks, 2022 (e4m3fnuz); IEEE 754 binary16 and binary32, bfloat16 = the top
 half of binary32.
 """
 
@@ -36,21 +42,25 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from regauge.layout.dtypes import CONVERTIBLE, DTYPES
+from regauge.layout.dtypes import DTYPES
 from regauge.plan.tiles import Convert, Tiles
 
 Bytes = npt.NDArray[np.uint8]
 Float32 = npt.NDArray[np.float32]
 Codes = npt.NDArray[np.unsignedinteger[Any]]
 
-ITEMSIZE: Mapping[str, int] = MappingProxyType({name: DTYPES[name].itemsize for name in sorted(CONVERTIBLE)})
+ITEMSIZE: Mapping[str, int] = MappingProxyType({name: d.itemsize for name, d in DTYPES.items()})
 """Bytes of one element of every dtype that the kernels convert."""
 
 MAX_FINITE: Mapping[str, float] = MappingProxyType({n: DTYPES[n].max for n in ITEMSIZE if DTYPES[n].saturates})
 """Largest finite value of the dtypes that saturate."""
 
 _FP8: Mapping[str, Any] = MappingProxyType(
-    {"float8_e4m3fn": ml_dtypes.float8_e4m3fn, "float8_e5m2": ml_dtypes.float8_e5m2}
+    {
+        "float8_e4m3fn": ml_dtypes.float8_e4m3fn,
+        "float8_e4m3fnuz": ml_dtypes.float8_e4m3fnuz,
+        "float8_e5m2": ml_dtypes.float8_e5m2,
+    }
 )
 
 
@@ -75,8 +85,12 @@ def decode(codes: Codes, dtype: str) -> Float32:
         return _from_half(codes)
     if dtype == "float8_e5m2":
         return _from_half(np.left_shift(codes, 8, dtype=np.uint16))
+    if dtype == "int8":
+        return codes.view(np.int8).astype(np.float32)
+    wide = codes.view(_FP8[dtype]).astype(np.float32)
+    if dtype == "float8_e4m3fnuz":
+        return np.where(codes == 0x80, np.uint32(0x7FC00000), wide.view(np.uint32)).view(np.float32)
     sign = (codes.astype(np.uint32) & 0x80) << 24
-    wide = codes.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
     return np.where((codes & 0x7F) == 0x7F, sign | 0x7FC00000, wide.view(np.uint32)).view(np.float32)
 
 
@@ -95,8 +109,16 @@ def encode(w: Float32, dtype: str, negative: npt.NDArray[np.bool_]) -> Codes:
     if dtype == "float16":
         payload = (bits >> 16 & 0x8000) | 0x7E00 | (bits >> 13 & 0x1FF)
         return np.where(nan, payload.astype(np.uint16), clamped.astype(np.float16).view(np.uint16))
+    if dtype == "int8":
+        whole: Codes = np.rint(clamped).astype(np.int8).view(np.uint8)
+        return whole
     magnitude = np.abs(clamped).astype(_FP8[dtype]).view(np.uint8)
-    code: Codes = np.where(nan, np.uint8(0x7F), magnitude) | (negative.astype(np.uint8) << 7)
+    sign = negative.astype(np.uint8) << 7
+    code: Codes
+    if dtype == "float8_e4m3fnuz":
+        code = np.where(nan, np.uint8(0x80), np.where(magnitude == 0, np.uint8(0), magnitude | sign))
+    else:
+        code = np.where(nan, np.uint8(0x7F), magnitude) | sign
     return code
 
 

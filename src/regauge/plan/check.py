@@ -12,7 +12,7 @@ from typing import Literal
 
 import numpy as np
 
-from regauge.layout.dtypes import CONVERTIBLE, DTYPES
+from regauge.layout.dtypes import DTYPES
 from regauge.layout.spec import Component, Group, Layout, Scale, format_layers, scale_table
 from regauge.layout.view import component_view, scale_view
 
@@ -68,9 +68,7 @@ def check(prefill: Layout, decode: Layout) -> Verdict:
     lanes: list[LaneVerdict] = []
     if not refusals:
         refusals += _missing(prefill, decode)
-        for lane, clash in _lanes(prefill, decode):
-            lanes.append(lane)
-            refusals += [clash] if clash else []
+        lanes += _lanes(prefill, decode)
     path: Path = max((lane.path for lane in lanes), key=_RANK.__getitem__, default="REFUSED")
     return Verdict(
         path="REFUSED" if refusals else path,
@@ -124,7 +122,7 @@ def _missing(prefill: Layout, decode: Layout) -> list[Refusal]:
     return out
 
 
-def _lanes(prefill: Layout, decode: Layout) -> Iterator[tuple[LaneVerdict, Refusal | None]]:
+def _lanes(prefill: Layout, decode: Layout) -> Iterator[LaneVerdict]:
     for j, dst in enumerate(decode.groups):
         for i, src in enumerate(prefill.groups):
             layers = tuple(sorted(set(src.layer_ids) & set(dst.layer_ids)))
@@ -135,19 +133,9 @@ def _lanes(prefill: Layout, decode: Layout) -> Iterator[tuple[LaneVerdict, Refus
                 if a is None:
                     continue
                 convert = tuple(_convert_reasons(a, b, src, dst, prefill, decode))
-                clash = _conversion_clash(a, b, f"groups[{j}].{b.name}.dtype") if convert else None
                 remap = tuple(_remap_reasons(a, b, src, dst, prefill, decode))
                 path: Path = "CONVERT" if convert else "REMAP" if remap else "DIRECT"
-                reasons = convert + remap
-                yield LaneVerdict(b.name, i, j, layers, "REFUSED" if clash else path, reasons), clash
-
-
-def _conversion_clash(a: Component, b: Component, field: str) -> Refusal | None:
-    for c in (a, b):
-        if c.dtype not in CONVERTIBLE:
-            return Refusal(field, a.dtype, b.dtype, f"There is no conversion of {c.dtype} yet: use the same dtype and "
-                           f"scales on both sides, or one of {', '.join(sorted(CONVERTIBLE))}.")  # fmt: skip
-    return None
+                yield LaneVerdict(b.name, i, j, layers, path, convert + remap)
 
 
 def _same_scale(a: Component, b: Component, src: Group, dst: Group, prefill: Layout, decode: Layout) -> bool:
@@ -227,6 +215,8 @@ def _notes(prefill: Layout, decode: Layout, lanes: list[LaneVerdict]) -> Iterato
         b = next(c for c in decode.groups[lane.decode_group].components if c.name == lane.component)
         if lane.path != "CONVERT":
             continue
+        if DTYPES[b.dtype].whole and _unscaled(b, decode.groups[lane.decode_group]):
+            yield f"{b.name}: values are rounded to whole numbers: give {b.dtype} a scale"
         if DTYPES[b.dtype].itemsize < DTYPES[a.dtype].itemsize:
             yield f"{b.name}: values are rounded to {b.dtype}; beyond +-{DTYPES[b.dtype].max:g} x scale they saturate"
         elif b.dtype == "float16" and a.dtype == "bfloat16":
@@ -235,6 +225,12 @@ def _notes(prefill: Layout, decode: Layout, lanes: list[LaneVerdict]) -> Iterato
             yield f"{b.name}: every {a.dtype} code is exact in {b.dtype}" + (
                 "" if a.scale is None else " before its scale"
             )
+
+
+def _unscaled(c: Component, group: Group) -> bool:
+    """Say whether codes are the values themselves: no scale, or constants of 1."""
+    stored = c.scale is not None and c.scale.at is not None
+    return not stored and all(x == 1.0 for row in _constants(c, group, list(range(c.heads))).values() for x in row)
 
 
 def _span(heads: range) -> str:

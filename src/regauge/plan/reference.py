@@ -4,7 +4,8 @@ Independent of the planner: it asks the views for the address of every single el
 definition, and writes it. Slow on purpose; every fast path must agree with it byte for byte.
 
 Arithmetic, in IEEE float32: v = float(code) [* source scale]; w = v * (1 / s) or v / s by the target's rule; the code is w
-rounded to nearest even, saturated where the dtype saturates; NaN stays NaN. A dynamic scale is s = max(amax / MAX, 2^-126), where amax is the
+rounded to nearest even, saturated where the dtype saturates; NaN stays NaN, and becomes 0 in int8, which has none. float8_e4m3fnuz has no
+negative zero: what would be one is 0. int8 codes are whole numbers of -127 .. 127 (-128 is read as it is). A dynamic scale is s = max(amax / MAX, 2^-126), where amax is the
 largest |v| of the row as an integer comparison of bits, at most FLT_MAX.
 """
 
@@ -67,10 +68,12 @@ def store(memory: Bytes, where: Int64, values: npt.NDArray[Any]) -> None:
 
 
 def encode(values: Floats, dtype: str) -> npt.NDArray[Any]:
-    """Round float32 values to a dtype: nearest even, saturated where the dtype saturates, NaN kept."""
+    """Round float32 values to a dtype: nearest even, saturated where the dtype saturates; NaN kept, or 0 in int8."""
     info = DTYPES[dtype]
     if info.saturates:
         values = np.where(np.isnan(values), values, np.clip(values, -info.max, info.max)).astype(np.float32)
+    if info.whole:
+        values = np.rint(np.where(np.isnan(values), np.float32(0), values))
     with np.errstate(over="ignore", invalid="ignore"):
         return values.astype(NUMPY_DTYPES[dtype])
 

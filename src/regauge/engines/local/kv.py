@@ -39,7 +39,7 @@ class PagedKV:
     """A `KVStore` on a pool of any layout. Used by one thread.
 
     `max_new` is the most new tokens of a step, `max_context` the most tokens of one request. Raises ConfigError for a layout that does
-    not hold all of the model's layers and heads in one group, and Refused for dtypes without a kernel.
+    not hold all of the model's layers and heads in one group.
     """
 
     def __init__(self, memory: Memory, *, dtype: torch.dtype, max_new: int, max_context: int, threads: int = 1) -> None:
