@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from harness import medians, print_table, write_json
 from regauge import _native
+from regauge.layout.dtypes import DTYPES
 from regauge.move import kernels
 from regauge.plan.tiles import Convert, Tiles
 
@@ -72,6 +73,7 @@ class Bench:
         codes = rng.integers(0, 256, 1 << 20, dtype=np.uint8)
         codes[(codes & 0x7F) == 0x7F] = 0x38
         self.source["float8_e4m3fn"] = aligned(np.resize(codes, count))
+        self.source["int8"] = self.source["float8_e4m3fn"]  # any bytes will do
         self.target = aligned(np.ones(count * 4, np.uint8))
         self.scale = np.array([0.0123], np.float32)
         self.scales = np.ones(tokens * HEADS, np.float32)
@@ -111,14 +113,13 @@ class Bench:
 
     def flat(self, src: str, dst: str, scale: str = "") -> Tiles:
         """Convert everything in place order: one long row."""
-        size = {"float32": 4, "bfloat16": 2, "float8_e4m3fn": 1}
         at = np.array([self.source[src].ctypes.data], np.int64), np.array([self.target.ctypes.data], np.int64)
         one = np.array([self.scale.ctypes.data], np.int64)
         convert = Convert(
             src,
             dst,
-            size[src],
-            size[dst],
+            DTYPES[src].itemsize,
+            DTYPES[dst].itemsize,
             src_scale=one if scale == "src" else None,
             dst_scale=one if scale == "dst" else None,
         )
@@ -150,7 +151,7 @@ def cases(b: Bench) -> dict[str, tuple[Tiles, float, float]]:
     n16, n64, h16, h64, t16 = (
         Layout(2, p, o) for p, o in ((16, "nhd"), (64, "nhd"), (16, "hnd"), (64, "hnd"), (16, "hdn"))
     )
-    h16f, h64f = Layout(1, 16, "hnd"), Layout(1, 64, "hnd")
+    h16f, h64f, n16f = Layout(1, 16, "hnd"), Layout(1, 64, "hnd"), Layout(1, 16, "nhd")
     narrow, widen = ("bfloat16", "float8_e4m3fn"), ("float8_e4m3fn", "bfloat16")
     return {
         "page 16 -> 64, NHD": (b.relayout(n16, n64), 4, RELAYOUT),
@@ -170,6 +171,12 @@ def cases(b: Bench) -> dict[str, tuple[Tiles, float, float]]:
             CONVERT,
         ),
         "HND page 64 -> NHD page 16 + e4m3fn -> bf16": (b.relayout(h64f, n16, widen, "src"), 3, CONVERT),
+        "bf16 -> int8, dynamic per (token, head), NHD page 16": (
+            b.relayout(n16, n16f, ("bfloat16", "int8"), "dynamic"),
+            3 + 4 / DIM,
+            CONVERT,
+        ),
+        "int8 -> bf16, per tensor": (b.flat("int8", "bfloat16", "src"), 3, CONVERT),
     }
 
 
