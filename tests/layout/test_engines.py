@@ -221,12 +221,14 @@ def test_pairs_plan_and_do_what_the_reference_does(backend: str) -> None:
     assert paths == {"DIRECT", "REMAP", "CONVERT"}
 
 
-def test_ranks_of_unequal_tp_fit_together() -> None:
+@pytest.mark.parametrize("flag", ["auto", "fp8_e4m3"])
+def test_ranks_of_unequal_tp_fit_together(flag: str) -> None:
     """SGLang TP 1 in NHD to vLLM TP 2 in HND: each decode rank takes its heads out of the whole."""
-    a = make("sglang", "nhd", page_size=16)
+    a = make("sglang", "nhd", flag, page_size=16)
     src = Pool.of(a, np.random.default_rng(1))
     for rank in range(2):
-        b = make("vllm", "LBHNC", tp=2, rank=rank)
+        b = make("vllm", "LBHNC", flag, tp=2, rank=rank)
+        assert check(a, b).path == "REMAP"  # equal scales: codes cross as they are
         dst = Pool.of(b, np.random.default_rng(2))
         p, d = np.array([2, 0]), np.array([1, 2])
         kernels.run(instantiate(compile(a, b), src.side(p), dst.side(d), (0, 20)), backend="native")
