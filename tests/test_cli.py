@@ -108,9 +108,42 @@ def test_layout_prints_a_file_that_reads_back(capsys: pytest.CaptureFixture[str]
     assert "qwen3-8b" in out.splitlines()
 
 
+def test_layout_of_an_engines_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ("--engine", "sglang", "--tp", "8", "--rank", "3", "--kv-cache-dtype", "fp8_e4m3", "--pool", "hnd")
+    code, out, _ = run(capsys, "layout", "--model", "qwen3-8b", *flags, "--page-size", "64")
+    assert code == 0
+    layout = decode(out.encode(), format="toml")
+    assert layout.groups[0].components[0].at.order == "page head token dim"
+    assert list(layout.heads) == [3]
+    per_token = 2 * 36 * 128
+    assert f"# {per_token} bytes per token, {per_token * 64} bytes per page of 64" in out
+    form = "engine:sglang,pool=hnd,page=64,dtype=fp8_e4m3,tp=8,rank=3"
+    code, out, _ = run(capsys, "layout", form, "--model", "qwen3-8b", "--json")
+    assert (code, json.loads(out)["digest"]) == (0, layout.digest())
+    code, out, _ = run(capsys, "layout", "--model", "qwen3-8b", "--engine", "vllm", "--pool", "cpu")
+    assert code == 0
+    assert "bfloat16" in out  # the config says so
+
+
+def test_check_and_explain_take_engines_flags_on_either_side(capsys: pytest.CaptureFixture[str]) -> None:
+    sides = ("engine:vllm,pool=LBHNC,page=64,dtype=fp8_e4m3", "engine:sglang")
+    code, out, _ = run(capsys, "check", *sides, "--model", "glm-4.5-air")
+    assert code == 0
+    assert out.splitlines()[:3] == ["CONVERT", "  dtype float8_e4m3fn -> bfloat16", "  page size 64 -> 1"]
+    code, out, _ = run(capsys, "explain", sides[0], "bf16,page=16", "--model", "glm-4.5-air", "--json")
+    assert code == 0
+    assert json.loads(out)["wire_bytes"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (("layout", "--engine", "vllm"), "pool: vLLM's pool depends on the attention backend"),
+        (("layout", "--engine", "tgi"), "engine: no preset for 'tgi'; choose vllm, sglang"),
+        (("layout", "--engine", "sglang", "--kv-cache-dtype", "fp4"), "dtype: no preset for 'fp4'; choose auto"),
+        (("layout", "--engine", "sglang", "bf16"), "give 'bf16' or --engine, not both"),
+        (("layout", "bf16", "--pool", "hnd"), "--pool, --page-size, --kv-cache-dtype and --model-dtype need --engine"),
+        (("check", "engine:sglang,pool=x", "bf16"), "engine:sglang,pool=x: pool: no preset for 'x'; choose nhd"),
         (("check", "bf17", "bf16"), "cannot read 'bf17'; the parts of a short form are"),
         (("check", "no.toml", "bf16"), "no.toml: cannot be read: No such file or directory"),
         (("check", "bf16", "bf16", "--model", "x"), "no shipped model; shipped are"),

@@ -21,12 +21,13 @@ from regauge.errors import ConfigError, LayoutError, Refused, RegaugeError
 
 if TYPE_CHECKING:
     from regauge.config import ServeConfig
-    from regauge.layout.spec import Layout, Model
+    from regauge.layout.spec import Layout
 
-_LAYOUT_HELP = "a layout file (.toml, .json), or a short form such as fp8_e4m3,page=64,hnd"
-_MODEL_HELP = (
-    "model of short forms: a Hugging Face folder, a config.json, or a shipped name (see `regauge layout --list`)"
+_LAYOUT_HELP = (
+    "a layout file (.toml, .json), a short form such as fp8_e4m3,page=64,hnd, or an engine's flags such as "
+    "engine:sglang,pool=hnd,page=64,dtype=fp8_e4m3,tp=8,rank=3"
 )
+_MODEL_HELP = "model of short forms and engines: a Hugging Face folder, a config.json, or a shipped name (see `regauge layout --list`)"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -68,7 +69,14 @@ def _parser() -> argparse.ArgumentParser:
     layout = verb("layout", "print a layout as TOML, with its bytes per token and page")
     layout.add_argument("form", metavar="LAYOUT", nargs="?", help=_LAYOUT_HELP)
     layout.add_argument("--model", default="smollm2-135m-instruct", help=_MODEL_HELP + "; default %(default)s")
-    layout.add_argument("--tp-rank", type=int, default=0, help="tensor-parallel rank, default 0")
+    layout.add_argument("--engine", metavar="NAME", help="the pool of vllm or sglang, from the flags below")
+    layout.add_argument("--pool", metavar="NAME", help="how the engine's pool lies; a wrong name lists the choices")
+    layout.add_argument("--page-size", type=int, help="tokens per page of the engine; default: the engine's")
+    layout.add_argument("--kv-cache-dtype", metavar="NAME", help="as the engine's flag; default auto")
+    layout.add_argument(
+        "--model-dtype", metavar="NAME", help="what auto stands for; default: as the model's config says"
+    )
+    layout.add_argument("--tp-rank", "--rank", type=int, default=0, help="tensor-parallel rank, default 0")
     layout.add_argument("--tp", type=int, default=1, help="tensor-parallel size, default 1")
     layout.add_argument("--pages", type=int, default=0, help="pages in the pool; 0 (default): symbolic")
     layout.add_argument("--list", action="store_true", help="list the shipped models")
@@ -156,17 +164,15 @@ def _print_json(value: Any) -> int:
 
 
 def _pair(options: argparse.Namespace) -> tuple[Layout, Layout]:
-    from regauge.layout.presets import load_layout
-
-    a, b = (load_layout(text, _model_of(text, options.model)) for text in (options.prefill, options.decode))
-    return a, b
+    return _load(options.prefill, options.model), _load(options.decode, options.model)
 
 
-def _model_of(text: str, name: str) -> Model | None:
-    """A layout file says its model itself."""
-    from regauge.layout.presets import load_model
+def _load(text: str, name: str) -> Layout:
+    from regauge.layout.presets import load_layout, load_model, load_model_dtype
 
-    return None if text.endswith((".toml", ".json")) else load_model(name)
+    if text.endswith((".toml", ".json")):  # it says its model itself
+        return load_layout(text, None)
+    return load_layout(text, load_model(name), model_dtype=load_model_dtype(name))
 
 
 def _check(options: argparse.Namespace) -> int:
@@ -211,20 +217,38 @@ def _gigabits(text: str | None) -> float | None:
     return rate
 
 
+def _chosen(options: argparse.Namespace) -> Layout:
+    """The layout that `regauge layout` is asked for: by its engine's flags, as a file, or as a short form."""
+    from regauge.layout.engines import PREFIX, engine_layout
+    from regauge.layout.presets import from_short, load_model, load_model_dtype
+    from regauge.layout.spec import Shard
+
+    flags = (options.pool, options.page_size, options.kv_cache_dtype, options.model_dtype)
+    if options.engine is not None:
+        if options.form is not None:
+            raise ConfigError(f"give {options.form!r} or --engine, not both")
+        return engine_layout(
+            options.engine, load_model(options.model), tp=options.tp, rank=options.tp_rank, page_size=options.page_size,
+            kv_cache_dtype=options.kv_cache_dtype or "auto", pool=options.pool, pages=options.pages,
+            model_dtype=options.model_dtype or load_model_dtype(options.model))  # fmt: skip
+    if any(flag is not None for flag in flags):
+        raise ConfigError("--pool, --page-size, --kv-cache-dtype and --model-dtype need --engine")
+    if options.form is None:
+        raise ConfigError("name a layout, or use --list for the shipped models")
+    if options.form.endswith((".toml", ".json")) or options.form.startswith(PREFIX):
+        return _load(options.form, options.model)
+    shard = Shard(options.tp_rank, options.tp)
+    return from_short(options.form, load_model(options.model), shard=shard, pages=options.pages)
+
+
 def _layout(options: argparse.Namespace) -> int:
     from regauge.layout import spec
-    from regauge.layout.presets import from_short, load_layout, load_model, shipped_models
+    from regauge.layout.presets import shipped_models
     from regauge.layout.view import bytes_per_token
 
-    if options.list or options.form is None:
-        if not options.list:
-            raise ConfigError("name a layout, or use --list for the shipped models")
+    if options.list:
         return _print_json(shipped_models()) if options.json else print("\n".join(shipped_models())) or 0
-    if options.form.endswith((".toml", ".json")):
-        layout = load_layout(options.form, None)
-    else:
-        shard = spec.Shard(options.tp_rank, options.tp)
-        layout = from_short(options.form, load_model(options.model), shard=shard, pages=options.pages)
+    layout = _chosen(options)
     per_token = bytes_per_token(layout)
     if options.json:
         plain = json.loads(spec.encode(layout, format="json"))

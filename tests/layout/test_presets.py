@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from regauge.errors import LayoutError, PresetError
-from regauge.layout.presets import from_short, load_model, model_from_config, shipped_models
+from regauge.layout.presets import from_short, load_model, load_model_dtype, model_from_config, shipped_models
 from regauge.layout.spec import Model, Rope, Shard
 from regauge.layout.view import bytes_per_token, check_memory
 
@@ -48,6 +48,7 @@ def test_a_config_gives_the_geometry() -> None:
     assert half is not None
     assert half.dim == 4
     del half
+    assert model_from_config({**CONFIG, "rotary_dim": 6}, name="m").rope == Rope(1e4, 6)  # as MiniMax writes it
     without = {k: v for k, v in CONFIG.items() if k not in ("num_key_value_heads", "rope_theta")}
     assert model_from_config(without, name="m") == Model("m", 2, 8, 8)
 
@@ -77,8 +78,40 @@ def test_a_folder_a_file_and_a_name(tmp_path: Path) -> None:
     (folder / "config.json").write_text("[]")
     with pytest.raises(PresetError, match="not a JSON object"):
         load_model(str(folder))
-    with pytest.raises(PresetError, match=r"no shipped model; shipped are llama-3\.1-8b"):
+    with pytest.raises(PresetError, match=r"no shipped model; shipped are .*llama-3\.1-8b"):
         load_model("no-such-model")
+
+
+@pytest.mark.parametrize(
+    ("name", "token_bytes", "rope_dim"),
+    [
+        ("llama-3.1-70b", 2 * 80 * 8 * 128 * 2, 128),
+        ("qwen3-32b", 2 * 64 * 8 * 128 * 2, 128),
+        ("qwen3-30b-a3b", 2 * 48 * 4 * 128 * 2, 128),
+        ("qwen3-235b-a22b", 2 * 94 * 4 * 128 * 2, 128),
+        ("glm-4.5", 2 * 92 * 8 * 128 * 2, 64),
+        ("glm-4.5-air", 2 * 46 * 8 * 128 * 2, 64),
+        ("minimax-m2", 2 * 62 * 8 * 128 * 2, 64),
+    ],
+)
+def test_the_shipped_geometry(name: str, token_bytes: int, rope_dim: int) -> None:
+    model = load_model(name)
+    assert bytes_per_token(from_short("bf16", model)) == token_bytes
+    assert model.rope is not None
+    assert model.rope.dim == rope_dim
+    assert load_model_dtype(name) == "bfloat16"
+
+
+def test_the_dtype_a_model_computes_in(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    for config, found in (
+        ({"torch_dtype": "float16"}, "float16"),
+        ({"dtype": "bfloat16"}, "bfloat16"),  # transformers 5
+        ({"text_config": {"torch_dtype": "float32"}}, "float32"),
+        ({}, ""),
+    ):
+        path.write_text(json.dumps(config))
+        assert load_model_dtype(str(path)) == found
 
 
 MODEL = Model("m", num_layers=2, kv_heads=2, head_dim=8)

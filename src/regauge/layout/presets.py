@@ -10,6 +10,8 @@ Short form, comma-separated, in any order:
 | `split` `fused` | K and V in two tensors, or in one with a `kv` axis outside the page's own | `split` |
 | `layer-first` `page-first` | which of the two is outermost in memory | `layer-first` |
 | `scale=none` `scale=tensor` `scale=head` `scale=token_head` | float32 factors of an 8-bit cache | `none` |
+
+An engine's flags are a form of their own, `engine:sglang,pool=hnd,page=64`: see `regauge.layout.engines`.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ import msgspec
 
 from regauge.errors import LayoutError, PresetError
 from regauge.layout.dtypes import ALIASES, DTYPES, canonical
+from regauge.layout.engines import PREFIX, from_engine_form
 from regauge.layout.spec import Component, Group, Layout, Model, Per, Placement, Rope, Scale, Shard, decode, validate
 from regauge.layout.view import check_memory
 
@@ -70,7 +73,7 @@ def _rope(config: Mapping[str, Any], head_dim: int) -> Rope | None:
     scaling = "" if kind == "default" else json.dumps({"rope_type": kind, **parameters}, sort_keys=True)
     return Rope(
         theta=float(theta),
-        dim=int(head_dim * partial),
+        dim=int(config.get("rotary_dim") or head_dim * partial),
         interleaved=bool(config.get("rope_interleaved", False)),
         scaling=scaling,
     )
@@ -91,6 +94,21 @@ def shipped_models() -> list[str]:
 
 def load_model(source: str) -> Model:
     """Return the model of a Hugging Face folder, a config.json, or a shipped name. Raises PresetError if it is none."""
+    config, name = _read_config(source)
+    return model_from_config(config, name=name)
+
+
+def load_model_dtype(source: str) -> str:
+    """Return the dtype that a model's config says it computes in, "" where it says none. Raises as `load_model`."""
+    config, _ = _read_config(source)
+    for part in (config, config.get("text_config") or {}):
+        if found := part.get("dtype") or part.get("torch_dtype"):  # transformers 5; earlier
+            return str(found)
+    return ""
+
+
+def _read_config(source: str) -> tuple[dict[str, Any], str]:
+    """Return a model's config and name."""
     path = Path(source)
     if path.is_dir():
         path = path / "config.json"
@@ -108,7 +126,7 @@ def load_model(source: str) -> Model:
         raise PresetError(f"{path} is not JSON: {error}", path="model") from error
     if not isinstance(config, dict):
         raise PresetError(f"{path} is not a JSON object", path="model")
-    return model_from_config(config, name=name)
+    return config, name
 
 
 def from_short(text: str, model: Model, *, shard: Shard | None = None, pages: int = 0) -> Layout:
@@ -149,8 +167,10 @@ def with_pages(layout: Layout, tokens: int) -> Layout:
     return msgspec.structs.replace(layout, groups=groups)
 
 
-def load_layout(text: str, model: Model | None) -> Layout:
-    """Return the layout in a file (`.toml` or `.json`), or of a short form of `model`.
+def load_layout(text: str, model: Model | None, *, model_dtype: str = "") -> Layout:
+    """Return the layout in a file (`.toml` or `.json`), or of a short form or an engine's flags for `model`.
+
+    `model_dtype` is what an engine's `--kv-cache-dtype auto` stands for.
 
     Raises LayoutError that names the file or part, also for a file whose elements overlap, and for a short form without a model.
     """
@@ -166,6 +186,8 @@ def load_layout(text: str, model: Model | None) -> Layout:
             raise LayoutError(str(error), path=text) from error
     if model is None:
         raise LayoutError("is a short form, which needs a model: add --model", path=text)
+    if text.startswith(PREFIX):
+        return from_engine_form(text, model, model_dtype=model_dtype)
     return from_short(text, model)
 
 
