@@ -28,7 +28,7 @@ from regauge.config import ServeConfig, cache_dir
 from regauge.engines.local.prepare import prepare
 from regauge.errors import ConfigError, EngineError, Refused
 from regauge.layout import spec
-from regauge.layout.presets import load_layout, load_model, with_pages
+from regauge.layout.presets import load_layout, load_model, load_model_dtype, with_pages
 from regauge.plan import Verdict, check
 from regauge.serve import wire
 from regauge.serve.gateway import listen
@@ -87,9 +87,9 @@ def plan_deployment(config: ServeConfig, say: Say) -> Deployment:
     """Find the model, build both layouts, and judge the pair. Raises Refused, LayoutError, EngineError, ConfigError."""
     listen(config.host, config.port).close()
     folder = prepare(config.model, cache_dir(), say)
-    model = load_model(str(folder))
+    model, dtype = load_model(str(folder)), load_model_dtype(str(folder))
     layouts = [
-        with_pages(load_layout(text, model), engine.pool_tokens)
+        with_pages(load_layout(text, model, model_dtype=dtype), engine.pool_tokens)
         for text, engine in ((config.prefill_layout, config.prefill), (config.decode_layout, config.decode))
     ]
     verdict = check(*layouts)

@@ -22,7 +22,7 @@ from regauge.engines.local.kv import PagedKV, allocate
 from regauge.engines.local.model import LocalModel, Segment
 from regauge.engines.local.prepare import prepare
 from regauge.errors import ConfigError
-from regauge.layout.presets import load_layout, load_model, with_pages
+from regauge.layout.presets import load_layout, load_model, load_model_dtype, with_pages
 from regauge.layout.spec import Layout
 from regauge.move import kernels
 from regauge.move.crossing import Memory
@@ -75,13 +75,13 @@ def measure(
     folder = prepare(model, cache_dir(), say)
     engine = LocalModel(folder, os.cpu_count() or 1)  # nothing else runs beside it
     bench = Bench(engine, documents(folder, text, prompt + answer), prompt)
-    base = load_model(str(folder))
+    base, dtype = load_model(str(folder)), load_model_dtype(str(folder))
     plain = bench.run(load_layout("fp32", base), None)
     controls: dict[str, Logits] = {}
     rows = []
     for a, b in chosen:
         say(f"measuring {a} -> {b}")
-        prefill, decode = load_layout(a, base), load_layout(b, base)
+        prefill, decode = (load_layout(text, base, model_dtype=dtype) for text in (a, b))
         path = check(prefill, decode).path
         if b not in controls:
             controls[b] = bench.run(decode, None)
