@@ -75,11 +75,6 @@ class Lane:
         """Whether the target's scales are computed from the values and written beside the codes."""
         return self.converts and self.dst_scale is not None and self.dst_scale.view is not None
 
-    @property
-    def elements_per_token(self) -> int:
-        """Elements of one token in one layer."""
-        return len(self.src_heads) * len(self.src.dim)
-
     def views(self, *, target: bool) -> tuple[View, ...]:
         """Return the views that are read (source) or written (target) together."""
         first, scale = (self.dst, self.dst_scale) if target else (self.src, self.src_scale)
