@@ -11,8 +11,9 @@ import pytest
 
 from regauge import __version__
 from regauge.cli import main
+from regauge.layout.files import decode, encode
 from regauge.layout.presets import from_short, load_model
-from regauge.layout.spec import Layout, decode, encode
+from regauge.layout.spec import Layout
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -37,10 +38,22 @@ def test_check_names_the_path_and_its_reasons(capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize(
     ("field", "change", "shown"),
     [
-        ("model.head_dim", {"head_dim": 64}, "prefill has 128, decode has 64. Serve the same model"),
+        (
+            "model.states[attention].arrays.k.dim",
+            {"head_dim": 64},
+            "prefill has 128, decode has 64. Serve the same model",
+        ),
         ("model.num_layers", {"num_hidden_layers": 31}, "prefill has 32, decode has 31. Serve the same model"),
-        ("model.kv_heads", {"num_key_value_heads": 4}, "prefill has 8, decode has 4. Serve the same model"),
-        ("model.rope.theta", {"rope_theta": 1e4}, "prefill has 500000.0, decode has 10000.0. Keys carry the rotation"),
+        (
+            "model.states[attention].arrays.k.heads",
+            {"num_key_value_heads": 4},
+            "prefill has 8, decode has 4. Serve the same model",
+        ),
+        (
+            "model.states[attention].rope.theta",
+            {"rope_theta": 1e4},
+            "prefill has 500000.0, decode has 10000.0. Keys carry the rotation",
+        ),
     ],
 )
 def test_a_pair_that_cannot_work_exits_1_and_names_field_values_and_remedy(
@@ -99,7 +112,7 @@ def test_layout_prints_a_file_that_reads_back(capsys: pytest.CaptureFixture[str]
     assert code == 0
     assert "bytes per token" in out
     layout = decode(out.encode(), format="toml")
-    assert list(layout.heads) == [2, 3]
+    assert list(layout.heads(layout.groups[0], layout.groups[0].components[0])) == [2, 3]
     path = tmp_path / "x.toml"
     path.write_text(out)
     code, out, _ = run(capsys, "layout", str(path), "--json")
@@ -114,7 +127,7 @@ def test_layout_of_an_engines_flags(capsys: pytest.CaptureFixture[str]) -> None:
     assert code == 0
     layout = decode(out.encode(), format="toml")
     assert layout.groups[0].components[0].at.order == "page head token dim"
-    assert list(layout.heads) == [3]
+    assert list(layout.heads(layout.groups[0], layout.groups[0].components[0])) == [3]
     per_token = 2 * 36 * 128
     assert f"# {per_token} bytes per token, {per_token * 64} bytes per page of 64" in out
     form = "engine:sglang,pool=hnd,page=64,dtype=fp8_e4m3,tp=8,rank=3"

@@ -242,7 +242,7 @@ def _chosen(options: argparse.Namespace) -> Layout:
 
 
 def _layout(options: argparse.Namespace) -> int:
-    from regauge.layout import spec
+    from regauge.layout import files
     from regauge.layout.presets import shipped_models
     from regauge.layout.view import bytes_per_token
 
@@ -251,9 +251,9 @@ def _layout(options: argparse.Namespace) -> int:
     layout = _chosen(options)
     per_token = bytes_per_token(layout)
     if options.json:
-        plain = json.loads(spec.encode(layout, format="json"))
+        plain = json.loads(files.encode(layout, format="json"))
         return _print_json({"layout": plain, "bytes_per_token": per_token, "digest": layout.digest()})
-    sys.stdout.write(spec.encode(layout, format="toml").decode())
+    sys.stdout.write(files.encode(layout, format="toml").decode())
     pages = ", ".join(f"{per_token * g.page_size:.0f} bytes per page of {g.page_size}" for g in layout.groups)
     print(f"\n# {per_token:.0f} bytes per token, {pages}\n# digest {layout.digest()}")
     return 0

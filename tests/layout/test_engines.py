@@ -10,8 +10,8 @@ import pytest
 from regauge.errors import LayoutError, PresetError
 from regauge.layout.dtypes import DTYPES
 from regauge.layout.engines import Engine, engine_layout, from_engine_form
-from regauge.layout.presets import load_layout, load_model, load_model_dtype, shipped_models
-from regauge.layout.spec import Component, Layout, Model, Shard
+from regauge.layout.presets import attention_model, load_layout, load_model, load_model_dtype, shipped_models
+from regauge.layout.spec import Array, Component, Layout, Model, Shard
 from regauge.layout.view import Int64, bytes_per_token, check_memory, component_view, region_sizes
 from regauge.move import kernels
 from regauge.plan import check, compile, instantiate
@@ -19,7 +19,7 @@ from regauge.plan.reference import addresses, scale_view, transfer
 from strategies import Pool, assert_same
 
 LAYERS, PAGES, HEADS, DIM = 2, 3, 2, 32
-MODEL = Model("m", num_layers=LAYERS, kv_heads=HEADS, head_dim=DIM)
+MODEL = attention_model("m", LAYERS, Array(HEADS, DIM))
 
 # The tensor of each pool, as axes from outermost to innermost; `2d` is K's, then V's, elements of a token; `d/x`, `x` (`p/x`)
 # are the parts of a head dim (page) in lanes of 16 bytes.
@@ -183,12 +183,13 @@ def test_eight_bit_caches_have_one_constant_scale_per_tensor() -> None:
 @pytest.mark.parametrize(("engine", "pool"), POOLS)
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
 def test_ranks_partition_the_heads(engine: str, pool: str, tp: int) -> None:
-    wide = Model("m", num_layers=2, kv_heads=4, head_dim=DIM)
+    wide = attention_model("m", 2, Array(4, DIM))
     held = []
     for rank in range(tp):
         layout = make(engine, pool, model=wide, tp=tp, rank=rank)
-        assert {c.heads for c in layout.groups[0].components} == {len(layout.heads)}
-        held += list(layout.heads)
+        group = layout.groups[0]
+        assert {c.heads for c in group.components} == {len(layout.heads(group, c)) for c in group.components}
+        held += list(layout.heads(group, group.components[0]))
     assert sorted(set(held)) == [0, 1, 2, 3]
     assert len(held) == max(tp, 4)  # beyond the heads, they are replicated
 
@@ -233,8 +234,8 @@ def test_ranks_of_unequal_tp_fit_together(flag: str) -> None:
         p, d = np.array([2, 0]), np.array([1, 2])
         kernels.run(instantiate(compile(a, b), src.side(p), dst.side(d), (0, 20)), backend="native")
         for ka, kb in zip(a.groups[0].components, b.groups[0].components, strict=True):
-            x = addresses(component_view(a.groups[0], ka), a.groups[0], src.offsets(p), (0, 20), (0, 1))
-            y = addresses(component_view(b.groups[0], kb), b.groups[0], dst.offsets(d), (0, 20), (0, 1))
+            x = addresses(component_view(a.groups[0], ka), a.groups[0], src.offsets(p), np.arange(20), (0, 1))
+            y = addresses(component_view(b.groups[0], kb), b.groups[0], dst.offsets(d), np.arange(20), (0, 1))
             assert np.array_equal(src.memory[x[:, :, [rank]]], dst.memory[y])
 
 
@@ -267,11 +268,11 @@ def test_what_has_no_preset_names_the_flag_and_its_choices(arguments: dict[str, 
 def test_an_unknown_engine_and_unlike_head_dims_are_refused() -> None:
     with pytest.raises(PresetError, match="engine: no preset for 'tgi'; choose vllm, sglang"):
         engine_layout("tgi", MODEL, pool="nhd")  # type: ignore[arg-type]
-    unlike = Model("m", num_layers=2, kv_heads=2, head_dim=32, v_head_dim=16)
+    unlike = attention_model("m", 2, Array(2, 32), Array(2, 16))
     with pytest.raises(PresetError, match="pool: LBNHC holds K and V of one head dim"):
         make("vllm", "nhd", model=unlike)
     check_memory(make("sglang", "nhd", model=unlike))  # apart, they need not be alike
-    with pytest.raises(LayoutError, match="2 KV heads do not divide over 3 ranks"):
+    with pytest.raises(LayoutError, match="2 heads of k do not divide over 3 ranks"):
         make("sglang", "nhd", tp=3)
 
 
@@ -309,4 +310,6 @@ def test_every_shipped_model_has_an_engine_layout(name: str) -> None:
     for engine, pool in (("sglang", "nhd"), ("vllm", "hnd")):
         layout = make(engine, pool, model=model, model_dtype=load_model_dtype(name), pages=2)
         check_memory(layout)
-        assert bytes_per_token(layout) == 2 * model.num_layers * model.kv_heads * model.head_dim * 2
+        assert bytes_per_token(layout) == model.num_layers * sum(
+            a.heads * a.dim * 2 for a in model.states[0].arrays.values()
+        )

@@ -8,8 +8,15 @@ from pathlib import Path
 import pytest
 
 from regauge.errors import LayoutError, PresetError
-from regauge.layout.presets import from_short, load_model, load_model_dtype, model_from_config, shipped_models
-from regauge.layout.spec import Model, Rope, Shard
+from regauge.layout.presets import (
+    attention_model,
+    from_short,
+    load_model,
+    load_model_dtype,
+    model_from_config,
+    shipped_models,
+)
+from regauge.layout.spec import Array, Rope, Shard
 from regauge.layout.view import bytes_per_token, check_memory
 
 CONFIG = {
@@ -37,20 +44,24 @@ def test_the_bytes_of_a_token_are_the_models() -> None:
 
 
 def test_a_config_gives_the_geometry() -> None:
-    assert model_from_config(CONFIG, name="m") == Model("m", 2, 2, 8, rope=Rope(1e4, 8))
+    assert model_from_config(CONFIG, name="m") == attention_model("m", 2, Array(2, 8), rope=Rope(1e4, 8))
     old = {**CONFIG, "rope_scaling": {"type": "linear", "factor": 2.0}}
     new = {k: v for k, v in CONFIG.items() if k != "rope_theta"} | {
         "rope_parameters": {"rope_theta": 1e4, "rope_type": "linear", "factor": 2.0}}  # fmt: skip
     assert model_from_config(old, name="m") == model_from_config(new, name="m")
-    assert model_from_config(old, name="m").rope == Rope(1e4, 8, scaling='{"factor": 2.0, "rope_type": "linear"}')
-    assert model_from_config({"text_config": CONFIG}, name="m").kv_heads == 2
-    half = model_from_config({**CONFIG, "partial_rotary_factor": 0.5}, name="m").rope
+    assert model_from_config(old, name="m").states[0].rope == Rope(
+        1e4, 8, scaling='{"factor": 2.0, "rope_type": "linear"}'
+    )
+    assert model_from_config({"text_config": CONFIG}, name="m").states[0].arrays["k"].heads == 2
+    half = model_from_config({**CONFIG, "partial_rotary_factor": 0.5}, name="m").states[0].rope
     assert half is not None
     assert half.dim == 4
     del half
-    assert model_from_config({**CONFIG, "rotary_dim": 6}, name="m").rope == Rope(1e4, 6)  # as MiniMax writes it
+    assert model_from_config({**CONFIG, "rotary_dim": 6}, name="m").states[0].rope == Rope(
+        1e4, 6
+    )  # as MiniMax writes it
     without = {k: v for k, v in CONFIG.items() if k not in ("num_key_value_heads", "rope_theta")}
-    assert model_from_config(without, name="m") == Model("m", 2, 8, 8)
+    assert model_from_config(without, name="m") == attention_model("m", 2, Array(8, 8))
 
 
 @pytest.mark.parametrize(
@@ -97,8 +108,9 @@ def test_a_folder_a_file_and_a_name(tmp_path: Path) -> None:
 def test_the_shipped_geometry(name: str, token_bytes: int, rope_dim: int) -> None:
     model = load_model(name)
     assert bytes_per_token(from_short("bf16", model)) == token_bytes
-    assert model.rope is not None
-    assert model.rope.dim == rope_dim
+    rope = model.states[0].rope
+    assert rope is not None
+    assert rope.dim == rope_dim
     assert load_model_dtype(name) == "bfloat16"
 
 
@@ -114,7 +126,7 @@ def test_the_dtype_a_model_computes_in(tmp_path: Path) -> None:
         assert load_model_dtype(str(path)) == found
 
 
-MODEL = Model("m", num_layers=2, kv_heads=2, head_dim=8)
+MODEL = attention_model("m", 2, Array(2, 8))
 
 
 def test_short_forms_say_what_they_mean() -> None:
@@ -149,7 +161,7 @@ def test_a_short_form_that_cannot_be_read_says_which_part(text: str, message: st
 
 
 def test_k_and_v_of_unlike_size_do_not_share_a_tensor() -> None:
-    unlike = Model("m", num_layers=2, kv_heads=2, head_dim=8, v_head_dim=4)
+    unlike = attention_model("m", 2, Array(2, 8), Array(2, 4))
     check_memory(from_short("bf16", unlike, pages=2))
     with pytest.raises(LayoutError, match="cannot share one tensor"):
         from_short("bf16,fused", unlike)

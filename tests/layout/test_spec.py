@@ -8,23 +8,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from regauge.errors import LayoutError
-from regauge.layout.presets import from_short
+from regauge.layout.files import decode, encode
+from regauge.layout.presets import attention_model, from_short
 from regauge.layout.spec import (
+    Array,
     Layout,
-    Model,
     Region,
     Rope,
     Shard,
-    decode,
-    encode,
     format_layers,
     parse_layers,
     parse_order,
-    validate,
 )
+from regauge.layout.validate import validate
 from strategies import EIGHT_BIT, FLOATS, layouts, models
 
-MODEL = Model("m", num_layers=4, kv_heads=4, head_dim=8, rope=Rope(10_000.0, 8))
+MODEL = attention_model("m", 4, Array(4, 8), rope=Rope(10_000.0, 8))
 
 
 @given(data=st.data(), form=st.sampled_from(["toml", "json"]))
@@ -62,11 +61,21 @@ def broken(path: str, value: object) -> Layout:
     ("path", "value", "message"),
     [
         ("model.num_layers", 0, "model.num_layers: 0 is not positive"),
-        ("model.num_layers", 3, r"groups\[0\].layers: layer 3 of a model with 3"),
-        ("model.head_dim", 16, r"groups\[0\].components\[0\].dim: 8, but the model's head dim is 16"),
+        ("model.num_layers", 3, r"model.states\[0\].layers: layer 3 of a model with 3"),
+        ("model.states.0.arrays.v.dim", 16, r"groups\[0\].components\[1\].dim: 8, but the model's v has 16"),
+        ("model.states.0.layers", "0-2", r"groups\[0\].layers: layer 3 keeps another attention state than layer 0, or none"),
+        ("model.states.0.layers", "0-4", r"model.states\[0\].layers: layer 4 of a model with 4"),
+        ("model.states.0.kind", "latent", r"groups\[0\].kind: .*layer 0 of m keeps no attention state"),
+        ("model.states.0.kind", "window", r"model.states\[0\].window: a window state, and no other, says how many tokens"),
+        ("model.states.0.arrays", {}, r"model.states\[0\].arrays: name its arrays"),
+        ("model.states", [], "model.states: say what its layers keep"),
+        ("groups.0.components.1.name", "w", r"components\[1\].name: the model's attention state has no array 'w'; it has k, v"),
+        ("groups.0.components.1.first_head", 1, r"first_head: 4 heads from 1 on, but the model's v has 4"),
+        ("shard", {"cp_rank": 2, "cp_size": 2}, "shard.cp_rank: rank 2 of 2"),
+        ("shard", {"cp_stripe": 0}, "shard.cp_stripe: 0 is not positive"),
         ("shard", {"tp_rank": 2, "tp_size": 2}, "shard.tp_rank: rank 2 of 2"),
-        ("shard", {"tp_size": 3}, "shard.tp_size: 4 KV heads do not divide over 3 ranks"),
-        ("shard", {"tp_size": 2}, "components.*heads: 4 heads, but rank 0 of 2 holds 2 of the model's 4 KV heads"),
+        ("shard", {"tp_size": 3}, "shard.tp_size: 4 heads of k do not divide over 3 ranks"),
+        ("shard", {"tp_size": 2}, "components.*heads: 4 heads, but rank 0 of 2 holds 2 of the model's 4"),
         ("groups", [], "groups: a layout needs at least one group"),
         ("groups.0.page_size", 0, "page_size: 0 is not positive"),
         ("groups.0.pages", -1, "pages: -1 pages"),
@@ -85,7 +94,7 @@ def broken(path: str, value: object) -> Layout:
         ("groups.0.components.0.at.offset", -8, "offset: -8 is no offset"),
         ("groups.0.components.0.at.offset", 1 << 60, "is no offset"),
         ("groups.0.page_size", 1 << 30, "page_size: 1073741824 exceeds 1048576"),
-        ("groups.0.components.0.dim", 1 << 20, "dim: 1048576 exceeds 65536"),
+        ("groups.0.components.0.heads", 1 << 20, "heads: 1048576 exceeds 65536"),
         ("groups.0.components.0.at.strides", {"page": 1 << 60}, "exceeds"),
         ("groups.0.components.0.at.strides", {"lane": 4}, "'lane' is no axis"),
         ("groups.0.components.0.at.strides", {"page": 0}, "strides.page: 0 is not positive"),
@@ -95,6 +104,11 @@ def broken(path: str, value: object) -> Layout:
         ("groups.0.components.0.scale", {"per": "tensor", "values": [[1.0, 1.0, 1.0, 2.0]] * 4}, "per tensor"),
         ("groups.0.components.0.scale", {"per": "tensor", "values": 0.0}, "finite and positive"),
         ("groups.0.components.0.scale", {"per": "head", "at": {"order": "layer page token head"}}, "are per token_head"),
+        ("groups.0.components.0.scale", {"per": "block", "block": 3, "at": {"order": "layer page token head dim"}}, "blocks of 3"),
+        ("groups.0.components.0.scale", {"per": "token_head", "at": {"order": "layer page token head"}, "dtype": "int8"},
+         "scale.dtype: unknown dtype 'int8'"),
+        ("groups.0.components.0.scale", {"per": "token_head", "at": {"order": "layer page token head"}, "dtype": "float8_e8m0fnu"},
+         "set pow2"),
         ("groups.0.components.0.scale", {"per": "token_head", "at": {"order": "layer page token head dim"}}, "no dim axis"),
         ("regions", [{"name": "k", "nbytes": 1}, {"name": "k", "nbytes": 2}], "two regions have the same name"),
     ],

@@ -9,12 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from regauge.errors import LayoutError
-from regauge.layout.presets import from_short
-from regauge.layout.spec import Component, Group, Layout, Model, Placement, Scale, validate
+from regauge.layout.presets import attention_model, from_short
+from regauge.layout.spec import Array, Component, Group, Layout, Placement, Scale
+from regauge.layout.validate import validate
 from regauge.layout.view import bytes_per_token, check_memory, component_view, region_sizes, scale_view
 from strategies import EIGHT_BIT, FLOATS, layouts, models
 
-MODEL = Model("m", num_layers=2, kv_heads=2, head_dim=8)
+MODEL = attention_model("m", 2, Array(2, 8))
 
 
 def group(*components: Component, page: int = 4, pages: int = 3, layers: str = "0-1") -> Group:
@@ -93,7 +94,9 @@ def test_regions_are_as_large_as_their_last_byte(data: st.DataObject) -> None:
     dense = elements * g.page_size * g.pages * layout.model.num_layers
     offsets = sum(c.at.offset * (layout.model.num_layers if "{layer}" in c.at.region else 1) for c in g.components)
     scale_bytes = sum(
-        4 * c.heads * g.page_size * g.pages * layout.model.num_layers for c in g.components if c.scale and c.scale.at
+        4 * c.heads * c.scale.blocks(c.dim) * g.page_size * g.pages * layout.model.num_layers
+        for c in g.components
+        if c.scale and c.scale.at
     )
     assert sum(region_sizes(layout).values()) == dense + offsets + scale_bytes
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from regauge.errors import ConfigError, Refused
-from regauge.layout.presets import from_short, load_model
-from regauge.layout.spec import Group, Layout, Model, decode, encode
+from regauge.layout.files import decode, encode
+from regauge.layout.presets import attention_model, from_short, load_model
+from regauge.layout.spec import Array, Group, Layout
 from regauge.move.crossing import bind, choose_mode, one_pair, slab_bytes, typical_piece
 from regauge.move.memory import Slab
 from regauge.plan import compile
@@ -40,7 +41,7 @@ def test_conversions_are_staged_or_fused() -> None:
 
 
 def test_regions_lie_back_to_back_in_a_slab_that_holds_them() -> None:
-    layout = from_short("fp8,scale=token_head,page=4", Model("m", 2, 2, 8), pages=5)
+    layout = from_short("fp8,scale=token_head,page=4", attention_model("m", 2, Array(2, 8)), pages=5)
     with Slab(slab_bytes(layout)) as slab:
         bound = bind(layout, slab)
         assert [r.name for r in bound.regions] == ["k", "k_scale", "v", "v_scale"]
@@ -54,7 +55,7 @@ def test_regions_lie_back_to_back_in_a_slab_that_holds_them() -> None:
 
 
 def test_several_groups_are_not_carried_yet() -> None:
-    one = from_short("bf16", Model("m", 2, 2, 8), pages=2)
+    one = from_short("bf16", attention_model("m", 2, Array(2, 8)), pages=2)
     halves = [Group("attention", layers, 16, one.groups[0].components, 2) for layers in ("0", "1")]
     two = Layout(one.model, halves)
     with pytest.raises(Refused, match="2 pairs of state groups"):

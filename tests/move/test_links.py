@@ -14,8 +14,8 @@ import pytest
 from regauge.config import TransferConfig
 from regauge.engines.local.kv import allocate
 from regauge.errors import AuthError, ProtocolError, Refused, RegaugeError, TransferFailed
-from regauge.layout.presets import from_short
-from regauge.layout.spec import Model, Rope
+from regauge.layout.presets import attention_model, from_short
+from regauge.layout.spec import Array, Rope
 from regauge.move.crossing import Memory
 from regauge.move.inbound import InboundLinks
 from regauge.move.outbound import OutboundLinks, Outgoing
@@ -26,7 +26,7 @@ from regauge.move.transport import Transport
 from regauge.plan.reference import transfer
 from strategies import Pool, assert_same
 
-MODEL = Model("m", num_layers=3, kv_heads=2, head_dim=16, rope=Rope(1e4, 16))
+MODEL = attention_model("m", 3, Array(2, 16), rope=Rope(1e4, 16))
 KEY = bytes(range(32))
 PAIRS = {
     "direct": ("bf16,page=16", "bf16,page=16"),
@@ -302,9 +302,10 @@ async def test_a_decode_side_whose_regions_are_too_small_is_refused() -> None:
 @pytest.mark.anyio
 async def test_a_pair_that_is_refused_makes_no_link_and_says_why() -> None:
     async with both() as b:
-        other = msgspec.structs.replace(b.source.layout, model=msgspec.structs.replace(MODEL, rope=Rope(5e5, 16)))
+        unlike = attention_model("m", 3, Array(2, 16), rope=Rope(5e5, 16))
+        other = msgspec.structs.replace(b.source.layout, model=unlike)
         b.out._memory = Memory(other, b.source.slab)
-        with pytest.raises(RegaugeError, match=r"model.rope.theta: prefill has 500000.0, decode has 10000.0"):
+        with pytest.raises(RegaugeError, match=r"rope.theta: prefill has 500000.0, decode has 10000.0"):
             await b.offer("x", 10)
         assert b.source_pool.free == 24
 

@@ -29,7 +29,7 @@ def test_a_narrowing_sends_codes_and_scales() -> None:
 def test_a_rank_reads_only_its_share() -> None:
     found = explain(from_short("bf16", LLAMA), from_short("bf16", LLAMA, shard=Shard(1, 4)), tokens=16)
     assert found.source_bytes == found.target_bytes == 16 * 2 * 2 * 128 * 2 * 32
-    assert "KV heads 0-7 -> 2-3" in found.text()
+    assert "heads 0-7 -> 2-3" in found.text()
 
 
 def test_a_refused_pair_is_not_explained() -> None:

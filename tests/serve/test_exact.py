@@ -20,7 +20,7 @@ from regauge.engines.local.model import LocalModel
 from regauge.engines.local.prepare import prepare
 from regauge.engines.local.sampling import SamplingParams
 from regauge.engines.local.scheduler import Request, Scheduler
-from regauge.layout import spec
+from regauge.layout import files
 from regauge.layout.presets import from_short, load_model, with_pages
 from regauge.move.shm import ShmTransport
 from regauge.move.tcp import TcpTransport
@@ -93,7 +93,7 @@ async def workers(
     def described(name: str, peers: dict[str, tuple[str, int]]) -> wire.WorkerSpec:
         return wire.WorkerSpec(
             config=config, name=name, role="prefill" if name == "p" else "decode", model_folder="", model_name=BUNDLED_MODEL,
-            layout=spec.encode(layouts[name], format="json"), token="t", key=key.hex(), port=0, control_port=0, peers=peers)  # fmt: skip
+            layout=files.encode(layouts[name], format="json"), token="t", key=key.hex(), port=0, control_port=0, peers=peers)  # fmt: skip
 
     d = DecodeWorker(described("d", {}), memories["d"], model, transports["d"])
     address = await d.links.start("127.0.0.1")

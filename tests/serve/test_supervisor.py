@@ -12,8 +12,8 @@ import pytest
 
 from regauge.config import EngineConfig, ServeConfig
 from regauge.errors import ConfigError, LayoutError, Refused
+from regauge.layout.files import encode
 from regauge.layout.presets import from_short, load_model
-from regauge.layout.spec import encode
 from regauge.serve.supervisor import base_url, cause, describe, free_ports, plan_deployment
 
 CONFIG = {

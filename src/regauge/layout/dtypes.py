@@ -19,11 +19,13 @@ class DType:
     max: float
     saturates: bool
     whole: bool = False
+    opaque: bool = False
+    """Kernels move it and do not convert it."""
 
     @property
     def takes_scales(self) -> bool:
         """Whether scales that are computed from the values (largest magnitude / `max`) are defined for it."""
-        return self.itemsize == 1
+        return self.itemsize == 1 and not self.opaque
 
 
 DTYPES: dict[str, DType] = {
@@ -36,13 +38,18 @@ DTYPES: dict[str, DType] = {
         DType("float8_e4m3fnuz", 1, 240.0, True),
         DType("float8_e5m2", 1, 57344.0, True),
         DType("int8", 1, 127.0, True, whole=True),
+        DType("float4_e2m1fn_x2", 1, 6.0, True, opaque=True),
     )
 }
-"""Every type that a layout may have; kernels convert between any two.
+"""Every type that a layout may have; kernels convert between any two that are not opaque. An element of float4_e2m1fn_x2 is
+a byte with two values.
 
 Largest values and rounding: OCP 8-bit floating point specification (e4m3, e5m2); Noune et al., 8-bit Numerical Formats
 for Deep Neural Networks (e4m3fnuz); IEEE 754 for the other floats.
 """
+
+SCALE_DTYPES: dict[str, int] = {"float32": 4, "float8_e8m0fnu": 1, "float8_e4m3fn": 1}
+"""Types of stored scales, with their bytes. Scales in float8_e4m3fn are moved and not converted."""
 
 ALIASES: dict[str, str] = {
     "fp32": "float32",

@@ -43,7 +43,8 @@ from typing import Literal, get_args
 
 from regauge.errors import LayoutError, PresetError
 from regauge.layout.dtypes import DTYPES, canonical
-from regauge.layout.spec import Component, Group, Layout, Model, Placement, Scale, Shard, validate
+from regauge.layout.spec import Component, Group, Layout, Model, Placement, Scale, Shard
+from regauge.layout.validate import validate
 
 Engine = Literal["vllm", "sglang"]
 
@@ -162,20 +163,30 @@ def engine_layout(  # noqa: PLR0913 - one argument per flag of the engine
     name, layout = _pool(engine, pool)
     dtype = _dtype(engine, name, kv_cache_dtype, model_dtype)
     size = _page_size(layout, page_size, dtype)
-    if layout.shared and model.value_dim != model.head_dim:
-        raise PresetError(f"{name} holds K and V of one head dim in a tensor, the model has {model.head_dim} and "
-                          f"{model.value_dim}: {_IN_A_FILE}", path="pool")  # fmt: skip
+    arrays = attention_arrays(model)
+    (heads, head_dim), (_, value_dim) = arrays["k"], arrays["v"]
+    if layout.shared and value_dim != head_dim:
+        raise PresetError(f"{name} holds K and V of one head dim in a tensor, the model has {head_dim} and "
+                          f"{value_dim}: {_IN_A_FILE}", path="pool")  # fmt: skip
     shard = Shard(rank, tp)
     if tp < 1 or not 0 <= rank < tp:
         raise PresetError(f"there is no rank {rank} of {tp}", path="rank")
-    heads = len(shard.heads(model.kv_heads))
-    dims = enumerate((model.head_dim, model.value_dim))
+    heads = len(shard.heads(heads))
+    dims = enumerate((head_dim, value_dim))
     if kv_cache_dtype == "fp8_per_token_head":
         components = [_inline(layout, index, dtype, heads, dim, size) for index, dim in dims]
     else:
         components = [_component(layout, index, dtype, heads, dim) for index, dim in dims]
     group = Group("attention", f"0-{model.num_layers - 1}", size, components, pages)
     return validate(Layout(model=model, groups=[group], shard=shard))
+
+
+def attention_arrays(model: Model) -> dict[str, tuple[int, int]]:
+    """Return heads and head dim of K and V of a model all of whose layers attend to all tokens. Raises PresetError else."""
+    state = model.states[0]
+    if len(model.states) != 1 or state.kind != "attention" or len(state.layer_ids) != model.num_layers:
+        raise PresetError(f"there is no preset for the states that {model.name} keeps: {_IN_A_FILE}", path="model")
+    return {name: (a.heads, a.dim) for name, a in state.arrays.items()}
 
 
 def _pool(engine: Engine, pool: str | None) -> tuple[str, _Pool]:

@@ -26,8 +26,10 @@ import msgspec
 
 from regauge.errors import LayoutError, PresetError
 from regauge.layout.dtypes import ALIASES, DTYPES, canonical
-from regauge.layout.engines import PREFIX, from_engine_form
-from regauge.layout.spec import Component, Group, Layout, Model, Per, Placement, Rope, Scale, Shard, decode, validate
+from regauge.layout.engines import PREFIX, attention_arrays, from_engine_form
+from regauge.layout.files import decode
+from regauge.layout.spec import Array, Component, Group, Layout, Model, Per, Placement, Rope, Scale, Shard, State
+from regauge.layout.validate import validate
 from regauge.layout.view import check_memory
 
 _PAGE_AXES = {
@@ -51,14 +53,18 @@ def model_from_config(config: Mapping[str, Any], *, name: str, revision: str = "
         )
     heads = _integer(config, "num_attention_heads")
     head_dim = config.get("head_dim") or _integer(config, "hidden_size") // heads
-    return Model(
-        name=name,
-        num_layers=_integer(config, "num_hidden_layers"),
-        kv_heads=int(config.get("num_key_value_heads") or heads),
-        head_dim=int(head_dim),
-        rope=_rope(config, int(head_dim)),
-        revision=revision,
-    )
+    layers = _integer(config, "num_hidden_layers")
+    kv = Array(int(config.get("num_key_value_heads") or heads), int(head_dim))
+    rope = _rope(config, int(head_dim))
+    return attention_model(name, layers, kv, rope=rope, revision=revision)
+
+
+def attention_model(
+    name: str, num_layers: int, k: Array, v: Array | None = None, *, rope: Rope | None = None, revision: str = ""
+) -> Model:
+    """Return a model all of whose layers attend to all tokens; `v` is as `k` unless given."""
+    state = State("attention", f"0-{num_layers - 1}", {"k": k, "v": v or k}, rope=rope)
+    return Model(name, num_layers, [state], revision)
 
 
 def _rope(config: Mapping[str, Any], head_dim: int) -> Rope | None:
@@ -136,9 +142,9 @@ def from_short(text: str, model: Model, *, shard: Shard | None = None, pages: in
     scale = _scale(o["scale"])
     if scale is not None and not DTYPES[o["dtype"]].takes_scales:
         raise LayoutError(f"{o['dtype']} needs no scale", path="scale")
-    heads = len(shard.heads(model.kv_heads))
+    arrays = attention_arrays(model)
     components = []
-    for index, (name, dim) in enumerate((("k", model.head_dim), ("v", model.value_dim))):
+    for index, (name, (total, dim)) in enumerate(arrays.items()):
         page = _PAGE_AXES[o["order"]][index]
         outer = "layer page" if o["pool"] == "layer-first" else "page layer"
         fused = o["tensors"] == "fused"
@@ -148,8 +154,9 @@ def from_short(text: str, model: Model, *, shard: Shard | None = None, pages: in
             inner = "token head" if o["order"] == "nhd" else "head token"
             stored = Placement(order=f"{outer} {inner}", region=f"{name}_scale")
             scale = Scale(per="token_head", at=stored, rule=scale.rule)
+        heads = len(shard.heads(total))
         components.append(Component(name=name, dtype=o["dtype"], heads=heads, dim=dim, at=at, scale=scale))
-    if o["tensors"] == "fused" and model.value_dim != model.head_dim:
+    if o["tensors"] == "fused" and arrays["k"] != arrays["v"]:
         raise LayoutError("K and V of different head dim cannot share one tensor", path="fused")
     group = Group(
         kind="attention",

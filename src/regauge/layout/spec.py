@@ -2,16 +2,28 @@
 
 A `Layout` says for every element (state group, layer, token, KV head, dim) where it lies and how it is written:
 
-* `model` is what both sides must agree on;
-* a `Group` is the layers that share a kind of state and a page size;
-* a `Component` (`k`, `v`, ...) is one array of elements: its dtype, its shape per token, its axes from outermost to
-  innermost, the region it lives in, and its `Scale`;
+* `model` is what both sides must agree on: which layers keep which kind of `State`, and its shape on all ranks together;
+* a `Group` is the layers of this rank that share a kind of state and a page size;
+* a `Component` (`k`, `v`, `latent`, ...) is one array of elements: its dtype, its shape per token, its axes from outermost
+  to innermost, the region it lives in, and its `Scale`;
+* a `Shard` is which heads and tokens this rank holds; which layers, the groups say;
 * a `Region` is a piece of registered memory.
+
+| kind | layers that | components, heads x dim per token |
+|---|---|---|
+| `attention` | attend to all tokens (MHA, GQA) | `k` and `v`: KV heads x head dim |
+| `window` | attend to the last `window` tokens, the token itself among them | as `attention` |
+| `latent` | share one compressed vector among all heads (MLA) | `latent`: 1 x rank; `rope`: 1 x rotated dim |
+| `indexer` | pick the tokens to attend to (sparse attention) | `index_k`: 1 x dim |
+| `recurrent` | keep a state of fixed size per request (linear attention, SSM) | `ssm_state`, `conv_q`, ...: heads x dim per request |
+
+A recurrent group has pages of one record, and a record stands for all tokens of its request up to an exact length.
 
 Axis order is written as in einops: `"layer page kv token head dim"`. `kv` is the axis along which the components of a
 group lie that share a tensor. `dim:8` is the inner part, of size 8, of a split axis, so that `"page head dim token dim:8"`
 is a page whose head dim lies in vector lanes. Strides follow from the order, innermost first, unless `strides` gives one,
-in bytes (padding, packed records). A region named `k.{layer}` is one region per layer; the order then has no `layer`.
+in bytes (padding, packed records: the 656-byte FP8 MLA token is `latent` at offset 0, its scales at 512 and `rope` at 528,
+each with a token stride of 656). A region named `k.{layer}` is one region per layer; the order then has no `layer`.
 A layout whose groups have no `pages` is symbolic: enough to check and explain, not to move.
 
 Structs are frozen, and unknown fields are refused with their path.
@@ -22,19 +34,19 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
 from regauge.errors import LayoutError
-from regauge.layout.dtypes import DTYPES
 
 Kind = Literal["attention", "latent", "indexer", "window", "recurrent"]
-Per = Literal["tensor", "head", "token_head"]
-Rule = Literal["reciprocal", "divide"]
+Per = Literal["tensor", "head", "token_head", "block"]
+Rule = Literal["reciprocal", "divide", "divide_source"]
 
 AXES = ("layer", "page", "kv", "token", "head", "dim")
 SPLITTABLE = ("token", "head", "dim")
+MAX_LAYERS = 100_000
 
 
 class Rope(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -49,25 +61,51 @@ class Rope(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
     """Canonical JSON of the config's rope scaling; empty: none."""
 
 
+class Array(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Shape of one array of a state, all ranks together: per layer and token, or per layer and request if recurrent."""
+
+    heads: int
+    """Heads over which tensor parallelism splits it; one head is replicated on every rank."""
+    dim: int
+    """Elements per head."""
+
+
+class State(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What some layers keep of every request."""
+
+    kind: Kind
+    layers: str
+    """Layer numbers, written as in `Group.layers`."""
+    arrays: dict[str, Array]
+    window: int = 0
+    """Tokens that a `window` layer attends to, the token itself among them; 0 for other kinds."""
+    rope: Rope | None = None
+
+    @property
+    def layer_ids(self) -> tuple[int, ...]:
+        """Layer numbers, as written."""
+        return parse_layers(self.layers)
+
+
 class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """What both sides of a pair must mean alike."""
 
     name: str
     num_layers: int
-    kv_heads: int
-    """KV heads of the whole model, all ranks together."""
-    head_dim: int
-    """Elements per head of K."""
-    v_head_dim: int = 0
-    """Elements per head of V; 0: as K."""
-    rope: Rope | None = None
+    states: list[State]
     revision: str = ""
     """Commit or digest of the weights; compared when both sides give one."""
 
-    @property
-    def value_dim(self) -> int:
-        """Elements per head of V."""
-        return self.v_head_dim or self.head_dim
+    def state(self, kind: Kind, layer: int) -> State:
+        """Return the state of a kind that a layer keeps. Raises LayoutError if it keeps none."""
+        for state in self.states:
+            if state.kind == kind and layer in state.layer_ids:
+                return state
+        raise LayoutError(f"layer {layer} of {self.name} keeps no {kind} state", path="model.states")
+
+    def identity(self) -> str:
+        """Return a SHA-256, in hex, of everything that changes what the bytes mean; the revision is left out."""
+        return _digest(msgspec.structs.replace(self, revision=""))
 
 
 class Placement(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -82,17 +120,34 @@ class Placement(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
 
 
 class Scale(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """The float32 factor between codes and values: value = code * scale.
+    """The factor between codes and values: value = code * scale.
 
     Either constant (`values`: one number, one per layer, or one list of heads per layer) or written beside the codes for
-    each (token, head) (`at`: where; axes layer, page, token, head). `rule` is how codes are made, since it changes
-    bits: "reciprocal" is code = round(value * (1 / scale)), "divide" is code = round(value / scale), both in float32.
+    each (token, head), or for each `block` of elements of it (`at`: where; axes layer, page, token, head, and `dim` to
+    number the blocks).
+
+    How codes and stored scales are made is part of the format, since it changes bits. In float32:
+
+    * `rule` "reciprocal": code = round(value * (1 / scale)); "divide": round(value / scale); "divide_source": as "divide",
+      but the quotient is first rounded to the dtype that the value came in (bfloat16, float16);
+    * a stored scale is max(amax / MAX, `floor`), amax being the largest magnitude that it covers and MAX the dtype's
+      largest value; with `pow2`, the smallest power of two that is not less.
     """
 
     per: Per
     values: float | list[float | list[float]] | None = None
     at: Placement | None = None
+    block: int = 0
+    """Elements that share a scale, for `per = "block"`."""
+    dtype: str = "float32"
+    """Of stored scales: float32; float8_e8m0fnu, whose code c means 2^(c - 127); or float8_e4m3fn."""
     rule: Rule = "reciprocal"
+    floor: float = 2.0**-126
+    pow2: bool = False
+
+    def blocks(self, dim: int) -> int:
+        """Return how many scales `dim` elements of one head and token have."""
+        return dim // self.block if self.per == "block" else 1
 
 
 class Component(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -101,21 +156,23 @@ class Component(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
     name: str
     dtype: str
     heads: int
-    """KV heads on this rank."""
+    """Heads on this rank."""
     dim: int
     """Elements per head."""
     at: Placement
     scale: Scale | None = None
+    first_head: int = -1
+    """Global number of the first head; -1: the shard's contiguous share."""
 
 
 class Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Layers that share a kind of state and a page size."""
+    """Layers of this rank that share a kind of state and a page size."""
 
     kind: Kind
     layers: str
     """Global layer numbers on this rank: `"0-29"`, `"0,4,8"`, `"3-63:4"` (every fourth)."""
     page_size: int
-    """Tokens per page."""
+    """Tokens per page; 1 if recurrent."""
     components: list[Component]
     pages: int = 0
     """Pages in the pool; 0: symbolic."""
@@ -125,19 +182,37 @@ class Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
         """Global layer numbers, in the order in which they lie in memory."""
         return parse_layers(self.layers)
 
+    def component(self, name: str) -> Component:
+        """Return the component of that name. Raises LayoutError if there is none."""
+        for component in self.components:
+            if component.name == name:
+                return component
+        raise LayoutError(f"no component {name!r}", path="components")
+
 
 class Shard(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Which part of the model this rank holds."""
+    """Which part of the model, and which tokens, this rank holds.
+
+    Tensor parallelism splits heads. Pipeline parallelism splits layers: the groups name those of this rank. Context
+    parallelism deals tokens out in stripes: this rank holds token t if (t // cp_stripe) % cp_size == cp_rank, and packs
+    its tokens, in order, into its pages.
+    """
 
     tp_rank: int = 0
     tp_size: int = 1
+    pp_rank: int = 0
+    pp_size: int = 1
+    cp_rank: int = 0
+    cp_size: int = 1
+    cp_stripe: int = 1
+    """Tokens per stripe."""
 
-    def heads(self, kv_heads: int) -> range:
-        """Return the global KV heads of this rank: a contiguous share, or one replicated head when TP exceeds the heads."""
-        if self.tp_size <= kv_heads:
-            share = kv_heads // self.tp_size
+    def heads(self, heads: int) -> range:
+        """Return this rank's share of an array's heads: a contiguous part, or one replicated head when TP exceeds them."""
+        if self.tp_size <= heads:
+            share = heads // self.tp_size
             return range(self.tp_rank * share, (self.tp_rank + 1) * share)
-        head = self.tp_rank * kv_heads // self.tp_size
+        head = self.tp_rank * heads // self.tp_size
         return range(head, head + 1)
 
 
@@ -158,16 +233,22 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     shard: Shard = Shard()
     regions: list[Region] = []
 
-    @property
-    def heads(self) -> range:
-        """Global KV heads that this rank holds."""
-        return self.shard.heads(self.model.kv_heads)
-
     def digest(self) -> str:
         """Return a SHA-256, in hex, of everything that changes where or how bytes lie; addresses are left out."""
-        regions = [msgspec.structs.replace(r, base=0) for r in self.regions]
-        plain = msgspec.to_builtins(msgspec.structs.replace(self, regions=regions))
-        return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
+        return _digest(
+            msgspec.structs.replace(self, regions=[msgspec.structs.replace(r, base=0) for r in self.regions])
+        )
+
+    def heads(self, group: Group, component: Component) -> range:
+        """Return the global numbers of the heads of a component on this rank."""
+        if component.first_head >= 0:
+            return range(component.first_head, component.first_head + component.heads)
+        state = self.model.state(group.kind, group.layer_ids[0])
+        return self.shard.heads(state.arrays[component.name].heads)
+
+
+def _digest(struct: msgspec.Struct) -> str:
+    return hashlib.sha256(json.dumps(msgspec.to_builtins(struct), sort_keys=True).encode()).hexdigest()
 
 
 def parse_layers(text: str) -> tuple[int, ...]:
@@ -180,7 +261,7 @@ def parse_layers(text: str) -> tuple[int, ...]:
             start, end, by = int(first), int(last or first), int(step or 1)
         except ValueError:
             raise LayoutError(f"{text!r} is not a list of layers such as '0-29' or '0,4,8'", path="layers") from None
-        if start < 0 or end < start or by < 1 or end > 100_000:
+        if start < 0 or end < start or by < 1 or end > MAX_LAYERS:
             raise LayoutError(f"{part!r} is not an ascending range of layers", path="layers")
         ids.extend(range(start, end + 1, by))
     if len(set(ids)) != len(ids):
@@ -195,11 +276,13 @@ def format_layers(ids: tuple[int, ...]) -> str:
     return ",".join(map(str, ids))
 
 
-def parse_order(order: str, *, path: str = "order") -> tuple[tuple[str, int | None], ...]:
+def parse_order(
+    order: str, *, path: str = "order", required: tuple[str, ...] = ("page", "token")
+) -> tuple[tuple[str, int | None], ...]:
     """Parse an axis order into (axis, inner size) pairs, outermost first.
 
     The inner size is None for a whole or outer axis, and n for `axis:n`. Raises LayoutError for an unknown axis, one that is named
-    twice, or a split part whose outer part does not come before it.
+    twice, or a split part whose outer part does not come before it, and an order without a `required` axis.
     """
     axes: list[tuple[str, int | None]] = []
     for token in order.split():
@@ -214,102 +297,15 @@ def parse_order(order: str, *, path: str = "order") -> tuple[tuple[str, int | No
             raise LayoutError(f"axis {token!r} is named twice, or its outer part is missing before it", path=path)
         axes.append((name, inner))
     names = {a for a, _ in axes}
-    if "page" not in names or "token" not in names:
-        raise LayoutError(f"{order!r} lacks the page or the token axis", path=path)
+    for axis in required:
+        if axis not in names:
+            raise LayoutError(f"{order!r} lacks the {axis} axis", path=path)
     return tuple(axes)
 
 
-def validate(layout: Layout) -> Layout:
-    """Return the layout itself if it is sound. Raises LayoutError that names the first field that is not."""
-    model = layout.model
-    for name in ("num_layers", "kv_heads", "head_dim"):
-        _positive(getattr(model, name), f"model.{name}", 1 << 20)
-    shard = layout.shard
-    if not 0 <= shard.tp_rank < shard.tp_size:
-        raise LayoutError(f"rank {shard.tp_rank} of {shard.tp_size}", path="shard.tp_rank")
-    big, small = max(shard.tp_size, model.kv_heads), min(shard.tp_size, model.kv_heads)
-    if big % small:
-        raise LayoutError(f"{model.kv_heads} KV heads do not divide over {shard.tp_size} ranks", path="shard.tp_size")
-    if not layout.groups:
-        raise LayoutError("a layout needs at least one group", path="groups")
-    regions = [r.name for r in layout.regions]
-    if len(set(regions)) != len(regions):
-        raise LayoutError(f"two regions have the same name: {regions}", path="regions")
-    for index, group in enumerate(layout.groups):
-        _validate_group(layout, group, f"groups[{index}]")
-    return layout
-
-
-def _validate_group(layout: Layout, group: Group, path: str) -> None:
-    _positive(group.page_size, f"{path}.page_size", 1 << 20)
-    if not 0 <= group.pages <= 1 << 40:
-        raise LayoutError(f"{group.pages} pages", path=f"{path}.pages")
-    try:
-        last = max(group.layer_ids)
-    except LayoutError as error:
-        raise LayoutError(str(error), path=path) from None
-    if last >= layout.model.num_layers:
-        raise LayoutError(f"layer {last} of a model with {layout.model.num_layers}", path=f"{path}.layers")
-    names = [c.name for c in group.components]
-    if not names or len(set(names)) != len(names):
-        raise LayoutError(f"component names must be given and differ: {names}", path=f"{path}.components")
-    for index, component in enumerate(group.components):
-        at = f"{path}.components[{index}]"
-        if component.dtype not in DTYPES:
-            raise LayoutError(f"unknown dtype {component.dtype!r}; known are {', '.join(DTYPES)}", path=f"{at}.dtype")
-        _positive(component.heads, f"{at}.heads", 1 << 16)
-        _positive(component.dim, f"{at}.dim", 1 << 16)
-        if group.kind == "attention":
-            _validate_geometry(layout, component, at)
-        _validate_placement(component.at, f"{at}.at", {"head": component.heads, "dim": component.dim})
-        if component.scale is not None:
-            _validate_scale(component.scale, group, component, f"{at}.scale")
-
-
-def _validate_geometry(layout: Layout, component: Component, path: str) -> None:
-    if component.heads != len(layout.heads):
-        raise LayoutError(
-            f"{component.heads} heads, but rank {layout.shard.tp_rank} of {layout.shard.tp_size} holds {len(layout.heads)} "
-            f"of the model's {layout.model.kv_heads} KV heads", path=f"{path}.heads")  # fmt: skip
-    expected = {"k": layout.model.head_dim, "v": layout.model.value_dim}.get(component.name, component.dim)
-    if component.dim != expected:
-        raise LayoutError(f"{component.dim}, but the model's head dim is {expected}", path=f"{path}.dim")
-
-
-def _validate_placement(at: Placement, path: str, sizes: dict[str, int]) -> None:
-    axes = parse_order(at.order, path=f"{path}.order")
-    names = {a for a, _ in axes}
-    missing = [a for a, n in sizes.items() if n > 1 and a not in names]
-    if missing:
-        raise LayoutError(f"{at.order!r} lacks {', '.join(missing)}", path=f"{path}.order")
-    if ("layer" in names) == ("{layer}" in at.region):
-        raise LayoutError("name the layer either as an axis of the order or as {layer} in the region, not both or neither",
-                          path=f"{path}.order")  # fmt: skip
-    for axis, inner in axes:
-        if inner is not None and axis in sizes and sizes[axis] % inner:
-            raise LayoutError(f"{axis} of size {sizes[axis]} cannot be split by {inner}", path=f"{path}.order")
-    if not 0 <= at.offset <= 1 << 48:
-        raise LayoutError(f"{at.offset} is no offset", path=f"{path}.offset")
-    written = {a if n is None else f"{a}:{n}" for a, n in axes}
-    for name, stride in at.strides.items():
-        if name not in written:
-            raise LayoutError(f"{name!r} is no axis of {at.order!r}", path=f"{path}.strides")
-        _positive(stride, f"{path}.strides.{name}")
-
-
-def _validate_scale(scale: Scale, group: Group, component: Component, path: str) -> None:
-    if (scale.values is None) == (scale.at is None):
-        raise LayoutError("give either the constant values or where they are stored", path=path)
-    if scale.at is not None:
-        if scale.per != "token_head":
-            raise LayoutError("scales stored beside the codes are per token_head", path=f"{path}.per")
-        _validate_placement(scale.at, f"{path}.at", {"head": component.heads})
-        if "dim" in scale.at.order:
-            raise LayoutError("a scale has no dim axis", path=f"{path}.at.order")
-    elif scale.per == "token_head":
-        raise LayoutError("scales per token_head change with every token: say where they are stored", path=f"{path}.at")
-    else:
-        scale_table(scale, len(group.layer_ids), component.heads, path=path)
+def required_axes(kind: Kind) -> tuple[str, ...]:
+    """Return the axes that an order of a group of that kind must have."""
+    return ("page",) if kind == "recurrent" else ("page", "token")
 
 
 def scale_table(scale: Scale, layers: int, heads: int, *, path: str = "scale") -> list[list[float]]:
@@ -326,25 +322,3 @@ def scale_table(scale: Scale, layers: int, heads: int, *, path: str = "scale") -
         if not all(0.0 < x < float("inf") for x in row):
             raise LayoutError("scales are finite and positive", path=f"{path}.values")
     return rows
-
-
-def _positive(value: int, path: str, most: int = 1 << 40) -> None:
-    if value < 1:
-        raise LayoutError(f"{value} is not positive", path=path)
-    if value > most:
-        raise LayoutError(f"{value} exceeds {most}", path=path)
-
-
-def decode(data: bytes, *, format: Literal["toml", "json"]) -> Layout:  # noqa: A002
-    """Read a layout. Raises LayoutError with the path of the field that is unknown, missing or wrong."""
-    try:
-        layout = msgspec.toml.decode(data, type=Layout) if format == "toml" else msgspec.json.decode(data, type=Layout)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise LayoutError(str(error)) from error
-    return validate(layout)
-
-
-def encode(layout: Layout, *, format: Literal["toml", "json"]) -> bytes:  # noqa: A002
-    """Write a layout; `decode` gives it back."""
-    plain: Any = msgspec.to_builtins(layout)
-    return msgspec.toml.encode(plain) if format == "toml" else msgspec.json.format(msgspec.json.encode(plain), indent=2)

@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from regauge.errors import LayoutError
-from regauge.layout.dtypes import DTYPES
-from regauge.layout.spec import Component, Group, Layout, Placement, parse_order
+from regauge.layout.dtypes import DTYPES, SCALE_DTYPES
+from regauge.layout.spec import Component, Group, Layout, Placement, parse_order, required_axes
 
 Int64 = npt.NDArray[np.int64]
 MAX_CHECKED = 1 << 22
@@ -68,14 +68,15 @@ def component_view(group: Group, component: Component) -> View:
 
 
 def scale_view(group: Group, component: Component) -> View:
-    """Return the view of a component's stored float32 scales (dim 1). The component's scale must be stored."""
-    if component.scale is None or component.scale.at is None:
+    """Return the view of a component's stored scales: its `dim` numbers the blocks. The scale must be stored."""
+    scale = component.scale
+    if scale is None or scale.at is None:
         raise LayoutError("has no stored scales", path=f"components.{component.name}.scale")
-    return _view(group, component.scale.at, component, 4, 1)
+    return _view(group, scale.at, component, SCALE_DTYPES[scale.dtype], scale.blocks(component.dim))
 
 
 def _view(group: Group, at: Placement, component: Component, itemsize: int, dim: int) -> View:
-    axes = parse_order(at.order)
+    axes = parse_order(at.order, required=required_axes(group.kind))
     whole = {
         "layer": len(group.layer_ids),
         "page": max(group.pages, 1),
@@ -141,13 +142,22 @@ def region_sizes(layout: Layout) -> dict[str, int]:
 
 
 def bytes_per_token(layout: Layout) -> float:
-    """Return the bytes that one token takes in all layers of this rank: elements and stored scales, without padding."""
+    """Return the bytes that one token takes in all layers of this rank: elements and stored scales, without padding.
+
+    Recurrent groups, whose bytes do not grow with the tokens, do not count.
+    """
     total = 0.0
     for group in layout.groups:
-        for c in group.components:
-            stored = c.scale is not None and c.scale.at is not None
-            total += len(group.layer_ids) * c.heads * (c.dim * DTYPES[c.dtype].itemsize + (4 if stored else 0))
+        for c in group.components if group.kind != "recurrent" else ():
+            total += len(group.layer_ids) * element_bytes(c)
     return total
+
+
+def element_bytes(component: Component) -> int:
+    """Return the bytes of one token (recurrent: one record) in one layer: elements and stored scales, without padding."""
+    scale = component.scale
+    stored = 0 if scale is None or scale.at is None else scale.blocks(component.dim) * SCALE_DTYPES[scale.dtype]
+    return component.heads * (component.dim * DTYPES[component.dtype].itemsize + stored)
 
 
 def check_memory(layout: Layout) -> Layout:

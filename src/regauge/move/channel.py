@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 
 from regauge.errors import DeadlineExceeded, PeerLost, ProtocolError
-from regauge.layout import spec
+from regauge.layout import files
 from regauge.layout.spec import Layout
 from regauge.layout.view import check_memory
 from regauge.move import messages as m
@@ -101,9 +101,9 @@ class Channel:
 
 def encode_layout(layout: Layout) -> bytes:
     """Return a layout as a hello carries it."""
-    return spec.encode(layout, format="json")
+    return files.encode(layout, format="json")
 
 
 def decode_layout(data: bytes) -> Layout:
     """Read a peer's layout. Raises LayoutError naming the field; elements that overlap are refused too."""
-    return check_memory(spec.decode(data, format="json"))
+    return check_memory(files.decode(data, format="json"))

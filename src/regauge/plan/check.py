@@ -1,23 +1,27 @@
 """Which path a pair of layouts takes, and why; or why it takes none. The same answer from both ends.
 
 DIRECT: whole pages, as they lie. REMAP: the same bytes at other places. CONVERT: other bytes. REFUSED: no correct path.
+NONE: the two ranks hold nothing in common. What other ranks of the same side hold (tensor, pipeline and context parallelism)
+is theirs to send: see `regauge.plan.ranks`.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from math import gcd, lcm
 from typing import Literal
 
 import numpy as np
 
 from regauge.layout.dtypes import DTYPES
-from regauge.layout.spec import Component, Group, Layout, Scale, format_layers, scale_table
+from regauge.layout.spec import Component, Group, Layout, Model, Rope, Scale, State, format_layers, scale_table
 from regauge.layout.view import component_view, scale_view
+from regauge.plan.stripes import owned
 
-Path = Literal["DIRECT", "REMAP", "CONVERT", "REFUSED"]
-_RANK: dict[Path, int] = {"DIRECT": 0, "REMAP": 1, "CONVERT": 2, "REFUSED": 3}
+Path = Literal["NONE", "DIRECT", "REMAP", "CONVERT", "REFUSED"]
+_RANK: dict[Path, int] = {"NONE": 0, "DIRECT": 1, "REMAP": 2, "CONVERT": 3, "REFUSED": 4}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +45,8 @@ class LaneVerdict:
     prefill_group: int
     decode_group: int
     layers: tuple[int, ...]
+    heads: tuple[int, ...]
+    """Global heads that both ranks hold."""
     path: Path
     reasons: tuple[str, ...]
 
@@ -62,14 +68,19 @@ class Verdict:
         return tuple(dict.fromkeys(r for lane in self.lanes for r in lane.reasons))
 
 
-def check(prefill: Layout, decode: Layout) -> Verdict:
-    """Compare two sound layouts (see `layout.spec.validate`)."""
-    refusals = list(_model_clashes(prefill, decode))
+def check(prefill: Layout, decode: Layout, *, whole: bool = True) -> Verdict:
+    """Compare two sound layouts (see `layout.validate`), each of one rank.
+
+    With `whole`, a side that does not hold all that its rank should is refused; without, what both hold is compared.
+    """
+    refusals = list(_model_clashes(prefill.model, decode.model))
     lanes: list[LaneVerdict] = []
     if not refusals:
-        refusals += _missing(prefill, decode)
+        if whole:
+            refusals += [*_incomplete(prefill, "prefill"), *_incomplete(decode, "decode"), *_missing(prefill, decode)]
         lanes += _lanes(prefill, decode)
-    path: Path = max((lane.path for lane in lanes), key=_RANK.__getitem__, default="REFUSED")
+        refusals += [r for lane in lanes for r in _inconvertible(prefill, decode, lane)]
+    path = worst(lane.path for lane in lanes)
     return Verdict(
         path="REFUSED" if refusals else path,
         lanes=tuple(lanes),
@@ -79,76 +90,181 @@ def check(prefill: Layout, decode: Layout) -> Verdict:
     )
 
 
-def _model_clashes(prefill: Layout, decode: Layout) -> Iterator[Refusal]:
-    p, d = prefill.model, decode.model
-    remedies = {
-        "name": "Serve the same model on both sides, or give it the same model.name if the weights are the same.",
-        "num_layers": "Serve the same model on both sides.",
-        "kv_heads": "Serve the same model on both sides; model.kv_heads counts the heads of all ranks together.",
-        "head_dim": "Serve the same model on both sides; describe padding with strides, not with a larger head dim.",
-        "value_dim": "Serve the same model on both sides.",
-    }
-    for name, remedy in remedies.items():
-        if getattr(p, name) != getattr(d, name):
-            yield Refusal(f"model.{name}", str(getattr(p, name)), str(getattr(d, name)), remedy)
+def worst(paths: Iterable[Path]) -> Path:
+    """Return the path that asks most; NONE of no paths."""
+    return max(paths, key=_RANK.__getitem__, default="NONE")
+
+
+def _model_clashes(p: Model, d: Model) -> Iterator[Refusal]:
+    same_model = "Serve the same model on both sides."
+    if p.name != d.name:
+        yield Refusal("model.name", p.name, d.name,
+                      "Serve the same model on both sides, or give it the same model.name if the weights are the same.")  # fmt: skip
+    if p.num_layers != d.num_layers:
+        yield Refusal("model.num_layers", str(p.num_layers), str(d.num_layers), same_model)
     if p.revision and d.revision and p.revision != d.revision:
         yield Refusal("model.revision", p.revision, d.revision, "Load the same revision of the weights on both sides.")
-    if (p.rope is None) != (d.rope is None):
-        yield Refusal("model.rope", "none" if p.rope is None else "rotary", "none" if d.rope is None else "rotary",
-                      "Keys carry the rotation in their bytes: give both sides the same rope.")  # fmt: skip
-    elif p.rope is not None and d.rope is not None:
-        for name in ("theta", "dim", "interleaved", "scaling"):
-            a, b = getattr(p.rope, name), getattr(d.rope, name)
+    ours, theirs = ({(x.kind, x.layer_ids): x for x in m.states} for m in (p, d))
+    if ours.keys() != theirs.keys():
+        yield Refusal(
+            "model.states",
+            _states(p),
+            _states(d),
+            "Describe the same kinds of state for the same layers on both sides.",
+        )
+        return
+    for key, state in ours.items():
+        alone = sum(kind == state.kind for kind, _ in ours) == 1
+        yield from _state_clashes(
+            state, theirs[key], f"model.states[{state.kind}{'' if alone else ' ' + state.layers}]"
+        )
+
+
+def _states(model: Model) -> str:
+    return ", ".join(f"{x.kind} in layers {x.layers}" for x in model.states)
+
+
+def _state_clashes(p: State, d: State, path: str) -> Iterator[Refusal]:
+    same = "Serve the same model on both sides; heads count those of all ranks together, and padding is described with strides."
+    if sorted(p.arrays) != sorted(d.arrays):
+        yield Refusal(f"{path}.arrays", ", ".join(sorted(p.arrays)), ", ".join(sorted(d.arrays)), same)
+        return
+    for name in p.arrays:
+        for field in ("heads", "dim"):
+            a, b = getattr(p.arrays[name], field), getattr(d.arrays[name], field)
             if a != b:
-                yield Refusal(f"model.rope.{name}", str(a) or "none", str(b) or "none",
+                yield Refusal(f"{path}.arrays.{name}.{field}", str(a), str(b), same)
+    if p.window != d.window:
+        yield Refusal(
+            f"{path}.window", str(p.window), str(d.window), "Serve the same model with the same window on both sides."
+        )
+    yield from _rope_clashes(p.rope, d.rope, f"{path}.rope")
+
+
+def _rope_clashes(p: Rope | None, d: Rope | None, path: str) -> Iterator[Refusal]:
+    if (p is None) != (d is None):
+        yield Refusal(path, "none" if p is None else "rotary", "none" if d is None else "rotary",
+                      "Keys carry the rotation in their bytes: give both sides the same rope.")  # fmt: skip
+    elif p is not None and d is not None:
+        for name in ("theta", "dim", "interleaved", "scaling"):
+            a, b = getattr(p, name), getattr(d, name)
+            if a != b:
+                yield Refusal(f"{path}.{name}", str(a) or "none", str(b) or "none",
                               "Keys carry the rotation in their bytes: start both engines with the same rope settings.")  # fmt: skip
 
 
-def _missing(prefill: Layout, decode: Layout) -> list[Refusal]:
-    """What decode needs and this prefill rank does not hold."""
-    out = []
-    lacking = sorted(set(decode.heads) - set(prefill.heads))
-    if lacking:
-        out.append(Refusal("shard", f"KV heads {_span(prefill.heads)}", f"KV heads {_span(decode.heads)}",
-                           "One prefill rank must hold every head of the decode rank: lower the prefill side's tp_size "
-                           "or raise the decode side's."))  # fmt: skip
-    have = {(g.kind, c.name, layer) for g in prefill.groups for c in g.components for layer in g.layer_ids}
+def _incomplete(layout: Layout, side: str) -> Iterator[Refusal]:
+    """States that the rank's layers keep and no group holds: sent without them, answers would be fluent and wrong."""
+    held = {(g.kind, c.name, x) for g in layout.groups for c in g.components for x in g.layer_ids}
+    layers = {x for _, _, x in held}
+    stage = range(min(layers), max(layers) + 1) if layout.shard.pp_size > 1 else range(layout.model.num_layers)
+    for state in layout.model.states:
+        for name in state.arrays:
+            gone = tuple(x for x in sorted(state.layer_ids) if x in stage and (state.kind, name, x) not in held)
+            if gone:
+                yield Refusal(f"groups ({side})", *_both(side, f"no {state.kind} {name} of layers {format_layers(gone)}"),
+                              f"Describe where the {side} side keeps it; a rank of pipeline stages says so in shard.pp_size.")  # fmt: skip
+
+
+def _both(side: str, text: str) -> tuple[str, str]:
+    model = "a model that keeps it"
+    return (text, model) if side == "prefill" else (model, text)
+
+
+def _missing(prefill: Layout, decode: Layout) -> Iterator[Refusal]:
+    """Heads that decode needs and neither this prefill rank nor another of its tensor-parallel group holds."""
+    if prefill.shard.tp_size > 1:
+        return
+    have = {
+        (g.kind, c.name, layer): prefill.heads(g, c)
+        for g in prefill.groups
+        for c in g.components
+        for layer in g.layer_ids
+    }
     for index, group in enumerate(decode.groups):
         for component in group.components:
-            gone = tuple(x for x in group.layer_ids if (group.kind, component.name, x) not in have)
-            if gone:
-                out.append(Refusal(f"groups[{index}].{component.name}", f"nothing for layers {format_layers(gone)}",
-                                   f"layers {group.layers}", "Describe those layers on the prefill side."))  # fmt: skip
-    return out
+            wanted = decode.heads(group, component)
+            for held in {have.get((group.kind, component.name, layer), wanted) for layer in group.layer_ids}:
+                if not set(wanted) <= set(held):
+                    yield Refusal(f"groups[{index}].{component.name}.heads", f"heads {_span(held)}", f"heads {_span(wanted)}",
+                                  "Describe every head on the prefill side, or say which rank of how many this is.")  # fmt: skip
 
 
 def _lanes(prefill: Layout, decode: Layout) -> Iterator[LaneVerdict]:
     for j, dst in enumerate(decode.groups):
         for i, src in enumerate(prefill.groups):
             layers = tuple(sorted(set(src.layer_ids) & set(dst.layer_ids)))
-            if src.kind != dst.kind or not layers:
+            if src.kind != dst.kind or not layers or not _share_tokens(prefill, decode):
                 continue
             for b in dst.components:
                 a = next((c for c in src.components if c.name == b.name), None)
                 if a is None:
                     continue
-                convert = tuple(_convert_reasons(a, b, src, dst, prefill, decode))
-                remap = tuple(_remap_reasons(a, b, src, dst, prefill, decode))
-                path: Path = "CONVERT" if convert else "REMAP" if remap else "DIRECT"
-                yield LaneVerdict(b.name, i, j, layers, path, convert + remap)
+                held = prefill.heads(src, a)
+                heads = tuple(h for h in decode.heads(dst, b) if h in held)
+                if heads:
+                    sides = _Sides(prefill, decode, src, dst, a, b, heads)
+                    convert, remap = tuple(_convert_reasons(sides)), tuple(_remap_reasons(sides))
+                    path: Path = "CONVERT" if convert else "REMAP" if remap else "DIRECT"
+                    yield LaneVerdict(b.name, i, j, layers, heads, path, convert + remap)
 
 
-def _same_scale(a: Component, b: Component, src: Group, dst: Group, prefill: Layout, decode: Layout) -> bool:
+def _share_tokens(prefill: Layout, decode: Layout) -> bool:
+    """Say whether some token lies on both ranks."""
+    p, d = prefill.shard, decode.shard
+    period = lcm(p.cp_size * p.cp_stripe, d.cp_size * d.cp_stripe)
+    step = gcd(p.cp_stripe, d.cp_stripe)
+    tokens = np.arange(0, period, step)
+    return bool((owned(p, tokens) & owned(d, tokens)).any())
+
+
+@dataclass(frozen=True, slots=True)
+class _Sides:
+    """One component on both sides."""
+
+    prefill: Layout
+    decode: Layout
+    src: Group
+    dst: Group
+    a: Component
+    b: Component
+    heads: tuple[int, ...]
+
+
+def _inconvertible(prefill: Layout, decode: Layout, lane: LaneVerdict) -> Iterator[Refusal]:
+    """Conversions that no kernel does."""
+    if lane.path != "CONVERT":
+        return
+    src, dst = prefill.groups[lane.prefill_group], decode.groups[lane.decode_group]
+    a, b = src.component(lane.component), dst.component(lane.component)
+    path = f"groups[{lane.decode_group}].{b.name}"
+    if any(DTYPES[c.dtype].opaque or (c.scale is not None and c.scale.dtype == "float8_e4m3fn") for c in (a, b)):
+        yield Refusal(f"{path}.dtype", f"{a.dtype} with scale {_scale_name(a.scale)}",
+                      f"{b.dtype} with scale {_scale_name(b.scale)}",
+                      "This format is moved and not converted: use the same one on both sides.")  # fmt: skip
+    if b.scale is not None and b.scale.at is not None and not DTYPES[b.dtype].takes_scales:
+        yield Refusal(
+            f"{path}.scale", a.dtype, f"{b.dtype} with stored scales", "Store scales beside 8-bit codes only."
+        )
+    if a.scale is not None and a.scale.at is not None and b.scale is not None and b.scale.at is not None:
+        rows = a.dim // a.scale.blocks(a.dim), b.dim // b.scale.blocks(b.dim)
+        if rows[0] % rows[1]:
+            yield Refusal(f"{path}.scale.block", f"a scale per {rows[0]} elements", f"one per {rows[1]}",
+                          "A decode scale must not span several of prefill's: use blocks that divide them.")  # fmt: skip
+
+
+def _same_scale(s: _Sides) -> bool:
     """Say whether the codes mean the same values on both sides: then they cross as they are."""
-    x, y = a.scale, b.scale
+    x, y = s.a.scale, s.b.scale
     if (x is not None and x.at is not None) or (y is not None and y.at is not None):
-        return x is not None and y is not None and x.at is not None and y.at is not None
-    common = [h for h in decode.heads if h in prefill.heads]
+        if x is None or y is None or x.at is None or y.at is None:
+            return False
+        return x.blocks(s.a.dim) == y.blocks(s.b.dim) and x.dtype == y.dtype
     tables = [
-        _constants(c, g, [h - layout.heads[0] for h in common])
-        for c, g, layout in ((a, src, prefill), (b, dst, decode))
+        _constants(c, g, [h - layout.heads(g, c)[0] for h in s.heads])
+        for c, g, layout in ((s.a, s.src, s.prefill), (s.b, s.dst, s.decode))
     ]
-    return all(tables[0][layer] == tables[1][layer] for layer in set(src.layer_ids) & set(dst.layer_ids))
+    return all(tables[0][layer] == tables[1][layer] for layer in set(s.src.layer_ids) & set(s.dst.layer_ids))
 
 
 def _constants(component: Component, group: Group, heads: list[int]) -> dict[int, list[float]]:
@@ -158,31 +274,35 @@ def _constants(component: Component, group: Group, heads: list[int]) -> dict[int
     return {layer: [row[h] for h in heads] for layer, row in zip(group.layer_ids, rows, strict=True)}
 
 
-def _convert_reasons(
-    a: Component, b: Component, src: Group, dst: Group, prefill: Layout, decode: Layout
-) -> Iterator[str]:
-    if a.dtype != b.dtype:
-        yield f"dtype {a.dtype} -> {b.dtype}"
-    if not _same_scale(a, b, src, dst, prefill, decode):
-        yield f"scale {_scale_name(a.scale)} -> {_scale_name(b.scale)}"
+def _convert_reasons(s: _Sides) -> Iterator[str]:
+    if s.a.dtype != s.b.dtype:
+        yield f"dtype {s.a.dtype} -> {s.b.dtype}"
+    if not _same_scale(s):
+        yield f"scale {_scale_name(s.a.scale)} -> {_scale_name(s.b.scale)}"
 
 
 def _scale_name(scale: Scale | None) -> str:
     if scale is None:
         return "none"
-    return f"per {scale.per}" + ("" if scale.at else " (constant)")
+    per = f"{scale.per} of {scale.block}" if scale.per == "block" else scale.per
+    stored = "" if scale.dtype == "float32" else f" ({scale.dtype})"
+    return f"per {per}" + (stored if scale.at else " (constant)")
 
 
-def _remap_reasons(
-    a: Component, b: Component, src: Group, dst: Group, prefill: Layout, decode: Layout
-) -> Iterator[str]:
+def _remap_reasons(s: _Sides) -> Iterator[str]:
+    src, dst, a, b = s.src, s.dst, s.a, s.b
     if src.page_size != dst.page_size:
         yield f"page size {src.page_size} -> {dst.page_size}"
-    if tuple(prefill.heads) != tuple(decode.heads):
-        yield f"KV heads {_span(prefill.heads)} -> {_span(decode.heads)}"
+    ours, theirs = s.prefill.heads(src, a), s.decode.heads(dst, b)
+    if ours != theirs:
+        yield f"heads {_span(ours)} -> {_span(theirs)}"
+    stripes = [(x.cp_rank, x.cp_size, x.cp_stripe) for x in (s.prefill.shard, s.decode.shard)]
+    if stripes[0] != stripes[1]:
+        yield "tokens " + " -> ".join(f"{rank} of {size} in stripes of {stripe}" for rank, size, stripe in stripes)
     if a.at.order.split() != b.at.order.split():
         yield f"axis order '{a.at.order}' -> '{b.at.order}'"
-    if not _same_regions(src, dst):
+    same_regions = _same_regions(src, dst)
+    if not same_regions:
         yield "regions " + ", ".join(c.at.region for c in src.components) + " -> " + ", ".join(
             c.at.region for c in dst.components)  # fmt: skip
     va, vb = component_view(src, a), component_view(dst, b)
@@ -193,10 +313,20 @@ def _remap_reasons(
         yield "strides inside the page differ"
     elif alike and (va.outside or vb.outside):
         yield "pages are not blocks of their own"
+    elif alike and same_regions and _place_in_page(src, a) * vb.itemsize != _place_in_page(dst, b) * va.itemsize:
+        yield "components lie at other places of the page"
     elif alike and a.scale is not None and a.scale.at is not None and b.scale is not None and b.scale.at is not None:
         sa, sb = scale_view(src, a), scale_view(dst, b)
-        if not all(np.array_equal(getattr(sa, n), getattr(sb, n)) for n in ("token", "head")):
+        if not all(np.array_equal(getattr(sa, n), getattr(sb, n)) for n in ("token", "head", "dim")):
             yield "scales lie differently inside the page"
+
+
+def _place_in_page(group: Group, component: Component) -> int:
+    """Return the bytes from the first component of the region's page to this one; 0 where each has pages of its own."""
+    first = next(c for c in group.components if c.at.region == component.at.region)
+    view = component_view(group, component)
+    offset = view.offset - component_view(group, first).offset
+    return offset if abs(offset) < view.page_stride else 0
 
 
 def _same_regions(src: Group, dst: Group) -> bool:
@@ -211,8 +341,8 @@ def _same_regions(src: Group, dst: Group) -> bool:
 
 def _notes(prefill: Layout, decode: Layout, lanes: list[LaneVerdict]) -> Iterator[str]:
     for lane in lanes:
-        a = next(c for c in prefill.groups[lane.prefill_group].components if c.name == lane.component)
-        b = next(c for c in decode.groups[lane.decode_group].components if c.name == lane.component)
+        a = prefill.groups[lane.prefill_group].component(lane.component)
+        b = decode.groups[lane.decode_group].component(lane.component)
         if lane.path != "CONVERT":
             continue
         if DTYPES[b.dtype].whole and _unscaled(b, decode.groups[lane.decode_group]):

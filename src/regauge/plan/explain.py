@@ -70,7 +70,7 @@ def explain(prefill: Layout, decode: Layout, *, tokens: int = 4096, link_gbps: f
     plan = compile(_with_pages(prefill, tokens), _with_pages(decode, tokens))
     tiles = {lane.name: _instantiate(plan, lane, tokens) for lane in plan.lanes}
     lanes = tuple(_cost(plan, lane, tiles[lane.name]) for lane in plan.lanes)
-    source = int(tokens * bytes_per_token(_only_decode_heads(plan)))
+    source = int(tokens * _read(plan))
     target = int(tokens * bytes_per_token(decode))
     wire = WireFormat(plan)
     wire_bytes = sum(wire.layer_bytes(pair, tokens) * len(plan.layers_of(pair)) for pair in plan.pairs)
@@ -79,14 +79,14 @@ def explain(prefill: Layout, decode: Layout, *, tokens: int = 4096, link_gbps: f
     return Explanation(plan.verdict, tokens, lanes, source, target, wire_bytes, kernel, seconds)
 
 
-def _only_decode_heads(plan: Plan) -> Layout:
-    """The prefill layout with as many heads as decode takes: what is read."""
-    heads = len(plan.decode.heads)
-    groups = []
-    for group in plan.prefill.groups:
-        components = [msgspec.structs.replace(c, heads=min(c.heads, heads)) for c in group.components]
-        groups.append(msgspec.structs.replace(group, components=components))
-    return msgspec.structs.replace(plan.prefill, groups=groups)
+def _read(plan: Plan) -> float:
+    """Bytes per token that are read on the prefill side: the heads and layers that the plan carries."""
+    total = 0.0
+    for lane in plan.lanes:
+        scale = lane.src_scale.view if lane.src_scale is not None else None
+        stored = 0 if scale is None else len(scale.dim) * scale.itemsize
+        total += len(lane.layers) * len(lane.heads) * (len(lane.src.dim) * lane.src.itemsize + stored)
+    return total
 
 
 def _with_pages(layout: Layout, tokens: int) -> Layout:

@@ -4,22 +4,25 @@
 stored scales) seen as two strided views over the same logical index (layer, token, head, dim). `instantiate` adds two page tables and
 a token range: between page boundaries of either side tokens run on with constant strides, so each such run is a
 box of nested loops. DIRECT, REMAP and CONVERT are the same boxes; they differ in how far the loops merge and in whether elements change.
+
+One plan is for one prefill rank and one decode rank, and carries what both hold; `regauge.plan.ranks` pairs the ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import gcd
 
 import numpy as np
 import numpy.typing as npt
 
 from regauge.errors import PlanError, Refused
-from regauge.layout.spec import Component, Group, Layout, Rule, scale_table
+from regauge.layout.spec import Component, Group, Layout, Scale, Shard, scale_table
 from regauge.layout.view import View, component_view, scale_view
 from regauge.plan.axes import Loop, coalesce, factor, merge, outer_sum
 from regauge.plan.check import LaneVerdict, Verdict, check
+from regauge.plan.stripes import owned, packed
 from regauge.plan.tiles import Convert, Int64, Tiles
 
 MAX_PIECES = 1 << 23
@@ -28,25 +31,30 @@ MAX_PIECES = 1 << 23
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Side:
-    """Where the tokens of one transfer lie on one side."""
+    """Where the tokens of one transfer lie on one side, in one group of its layout."""
 
     pages: Int64
-    """Page table: the pages that hold tokens `origin`, `origin` + 1, ... in order, int64[n]."""
+    """Page table: the pages that hold tokens `origin`, `origin` + 1, ... in order, int64[n]. Recurrent: the one record.
+
+    Under context parallelism, the pages that hold those of these tokens that are this rank's.
+    """
     bases: Mapping[str, int]
     """Address of each region."""
     origin: int = 0
-    """Position of the first token of the first page."""
+    """Position of the first token of the first page; under context parallelism, the first that the rank holds."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ScaleOperand:
-    """Where a kernel finds the float32 scale of (layer, token, head): in a constant table or in the pool."""
+    """Where a kernel finds the scale of (layer, token, head, dim): in a constant table or in the pool."""
 
     table: npt.NDArray[np.float32] | None
     """Constant scales, float32[layers of the lane, heads of the lane]."""
     view: View | None
     heads: Int64
     """Offset of each head of the lane, int64[heads]."""
+    dims: Int64
+    """Offset of the scale of each element of a head, int64[dim]."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,6 +62,9 @@ class Lane:
     """One array of elements on its way from a prefill group to a decode group."""
 
     name: str
+    """The component, or `... scale` for its stored scales."""
+    heads: tuple[int, ...]
+    """Global heads."""
     src_group: Group
     dst_group: Group
     pair: tuple[int, int]
@@ -66,7 +77,10 @@ class Lane:
     src_dtype: str
     dst_dtype: str
     converts: bool
-    rule: Rule
+    formats: tuple[Scale | None, Scale | None]
+    """How each side scales."""
+    shards: tuple[Shard, ...]
+    """Those who must hold a token that is carried: prefill, decode, and others if the plan is one leg of a way."""
     src_scale: ScaleOperand | None
     dst_scale: ScaleOperand | None
 
@@ -92,7 +106,7 @@ class Plan:
 
     def layers_of(self, pair: tuple[int, int]) -> tuple[int, ...]:
         """Return the layers that a pair of groups shares, ascending."""
-        return next(lane.layers for lane in self.lanes if lane.pair == pair)
+        return tuple(sorted({x for lane in self.lanes if lane.pair == pair for x in lane.layers}))
 
     @property
     def pairs(self) -> tuple[tuple[int, int], ...]:
@@ -100,38 +114,61 @@ class Plan:
         return tuple(dict.fromkeys(lane.pair for lane in self.lanes))
 
 
-def compile(prefill: Layout, decode: Layout) -> Plan:  # noqa: A001  # the field's own word for it
-    """Compile a pair of layouts. Raises Refused, with every reason, where `check` refuses."""
-    verdict = check(prefill, decode)
+Take = Mapping[tuple[str, str, int], Collection[int]]
+"""Which heads one pair of ranks carries: global heads by (kind, component, layer)."""
+
+
+def compile(  # noqa: A001  # the field's own word for it
+    prefill: Layout, decode: Layout, *, take: Take | None = None, whole: bool = True, among: tuple[Shard, ...] = ()
+) -> Plan:
+    """Compile a pair of layouts, each of one rank.
+
+    `take` limits the plan to what this pair carries; default: all that both hold. `among` limits it to tokens that those
+    ranks hold too. Raises Refused, with every reason, where `check`, which `whole` is for, refuses.
+    """
+    verdict = check(prefill, decode, whole=whole)
     if verdict.path == "REFUSED":
         raise Refused(tuple(str(r) for r in verdict.refusals))
     lanes: list[Lane] = []
     for lane in verdict.lanes:
-        lanes += _compile_lane(prefill, decode, lane)
+        for part in _taken(prefill, lane, take):
+            lanes += _compile_lane(prefill, decode, part, among)
     return Plan(prefill, decode, verdict, tuple(lanes))
 
 
-def _compile_lane(prefill: Layout, decode: Layout, verdict: LaneVerdict) -> Iterator[Lane]:
+def _taken(prefill: Layout, lane: LaneVerdict, take: Take | None) -> Iterator[LaneVerdict]:
+    """Cut a lane into those layers that carry the same heads."""
+    if take is None:
+        yield lane
+        return
+    kind = prefill.groups[lane.prefill_group].kind
+    by_heads: dict[tuple[int, ...], list[int]] = {}
+    for layer in lane.layers:
+        wanted = take.get((kind, lane.component, layer), ())
+        by_heads.setdefault(tuple(h for h in lane.heads if h in wanted), []).append(layer)
+    for heads, layers in by_heads.items():
+        if heads:
+            yield replace(lane, heads=heads, layers=tuple(layers))
+
+
+def _compile_lane(prefill: Layout, decode: Layout, verdict: LaneVerdict, among: tuple[Shard, ...]) -> Iterator[Lane]:
     src, dst = prefill.groups[verdict.prefill_group], decode.groups[verdict.decode_group]
-    a = next(c for c in src.components if c.name == verdict.component)
-    b = next(c for c in dst.components if c.name == verdict.component)
-    common = [h for h in decode.heads if h in prefill.heads]
-    a_index = np.array([h - prefill.heads[0] for h in common])
-    b_index = np.array([h - decode.heads[0] for h in common])
+    a, b = src.component(verdict.component), dst.component(verdict.component)
+    a_index = np.array(verdict.heads) - prefill.heads(src, a)[0]
+    b_index = np.array(verdict.heads) - decode.heads(dst, b)[0]
     converts = verdict.path == "CONVERT"
     src_scale = _operand(src, a, a_index, verdict.layers) if converts else None
     dst_scale = _operand(dst, b, b_index, verdict.layers) if converts else None
-    views = component_view(src, a), component_view(dst, b)
-    rule = b.scale.rule if b.scale is not None else "reciprocal"
     pair = (verdict.prefill_group, verdict.decode_group)
 
     def lane(name: str, va: View, vb: View, dtypes: tuple[str, str]) -> Lane:
-        return Lane(name, src, dst, pair, verdict.layers, va, vb, va.head[a_index], vb.head[b_index], *dtypes,
-                    converts=converts, rule=rule, src_scale=src_scale, dst_scale=dst_scale)  # fmt: skip
+        return Lane(name, verdict.heads, src, dst, pair, verdict.layers, va, vb, va.head[a_index], vb.head[b_index], *dtypes,
+                    converts=converts, formats=(a.scale, b.scale), shards=(prefill.shard, decode.shard, *among),
+                    src_scale=src_scale, dst_scale=dst_scale)  # fmt: skip
 
-    yield lane(a.name, *views, (a.dtype, b.dtype))
+    yield lane(a.name, component_view(src, a), component_view(dst, b), (a.dtype, b.dtype))
     if not converts and a.scale is not None and a.scale.at is not None:
-        yield lane(f"{a.name} scale", scale_view(src, a), scale_view(dst, b), ("float32", "float32"))
+        yield lane(f"{a.name} scale", scale_view(src, a), scale_view(dst, b), (a.scale.dtype, a.scale.dtype))
 
 
 def _operand(group: Group, component: Component, heads: Int64, layers: tuple[int, ...]) -> ScaleOperand | None:
@@ -140,14 +177,28 @@ def _operand(group: Group, component: Component, heads: Int64, layers: tuple[int
         return None
     if scale.at is not None:
         view = scale_view(group, component)
-        return ScaleOperand(None, view, view.head[heads])
+        return ScaleOperand(None, view, view.head[heads], np.repeat(view.dim, component.dim // len(view.dim)))
     rows = np.array(scale_table(scale, len(group.layer_ids), component.heads), np.float32)
     position = {layer: i for i, layer in enumerate(group.layer_ids)}
     table = np.ascontiguousarray(rows[[position[x] for x in layers]][:, heads])
     if (table == 1.0).all():
         return None
     step = 0 if scale.per == "tensor" else 4
-    return ScaleOperand(table, None, np.arange(len(heads)) * step)
+    return ScaleOperand(table, None, np.arange(len(heads)) * step, np.zeros(component.dim, np.int64))
+
+
+def live(group: Group, layout: Layout, tokens: tuple[int, int], length: int) -> tuple[int, int]:
+    """Return those of tokens [first, end) that a group needs for a context of `length` tokens, as `instantiate` takes them.
+
+    Window layers: only the last `window` tokens. Recurrent layers: the record, (0, 1), once the context is complete, and
+    nothing before: a state is that of an exact length.
+    """
+    first, end = tokens
+    if group.kind == "recurrent":
+        return (0, 1) if end == length else (0, 0)
+    if group.kind == "window":
+        first = min(end, max(first, length - layout.model.state(group.kind, group.layer_ids[0]).window))
+    return first, end
 
 
 def instantiate(
@@ -161,6 +212,8 @@ def instantiate(
 ) -> list[Tiles]:
     """Return the boxes that carry tokens [first, end) of the given layers (default: all) of a pair of groups (default: all).
 
+    Under context parallelism the tokens that both ranks hold. For a recurrent group `tokens` is (0, 1): see `live`.
+
     Raises PlanError for tokens that a page table does not cover, pages or layers that do not exist, symbolic layouts.
     """
     out: list[Tiles] = []
@@ -168,9 +221,9 @@ def instantiate(
     for lane in plan.lanes:
         if pair is not None and lane.pair != pair:
             continue
-        ids = lane.layers if wanted is None else wanted
-        if not set(ids) <= set(lane.layers):
-            raise PlanError(f"layers {sorted(set(ids) - set(lane.layers))} are not on both sides")
+        if wanted is not None and (gone := set(wanted) - set(plan.layers_of(lane.pair))):
+            raise PlanError(f"layers {sorted(gone)} are not on both sides")
+        ids = lane.layers if wanted is None else tuple(x for x in wanted if x in lane.layers)
         if ids and tokens[0] < tokens[1]:
             out += _boxes(lane, prefill, decode, tokens, ids)
     return out
@@ -179,15 +232,21 @@ def instantiate(
 def _boxes(
     lane: Lane, prefill: Side, decode: Side, tokens: tuple[int, int], layers: tuple[int, ...]
 ) -> Iterator[Tiles]:
-    for side, group, name in ((prefill, lane.src_group, "prefill"), (decode, lane.dst_group, "decode")):
-        _check_side(side, group, tokens, name)
     starts, counts = _runs(lane, prefill, decode, tokens)
+    places = []
+    for side, group, shard, name in (
+        (prefill, lane.src_group, lane.shards[0], "prefill"),
+        (decode, lane.dst_group, lane.shards[1], "decode"),
+    ):
+        places.append(packed(shard, starts) - int(packed(shard, np.array(side.origin))))
+        _check_side(side, group, places[-1], counts, name)
     for n in np.unique(counts):
-        first = starts[counts == n]
-        src = _Cursor(lane.src, prefill, lane.src_group, layers, first)
-        dst = _Cursor(lane.dst, decode, lane.dst_group, layers, first)
-        src_scale = _scale_cursor(lane, lane.src_scale, prefill, lane.src_group, layers, first)
-        dst_scale = _scale_cursor(lane, lane.dst_scale, decode, lane.dst_group, layers, first)
+        some = counts == n
+        first = [place[some] for place in places]
+        src = _Cursor(lane.src, prefill, lane.src_group, layers, first[0])
+        dst = _Cursor(lane.dst, decode, lane.dst_group, layers, first[1])
+        src_scale = _scale_cursor(lane, lane.src_scale, prefill, lane.src_group, layers, first[0])
+        dst_scale = _scale_cursor(lane, lane.dst_scale, decode, lane.dst_group, layers, first[1])
         yield _box(lane, int(n), (src, dst, src_scale, dst_scale))
 
 
@@ -197,9 +256,8 @@ class _Cursor:
     __slots__ = ("addresses", "step")
 
     def __init__(self, view: View, side: Side, group: Group, layers: tuple[int, ...], first: Int64) -> None:
-        position = first - side.origin
-        inside = position % group.page_size
-        offsets = side.pages[position // group.page_size] * view.page_stride + view.token[inside]
+        inside = first % group.page_size
+        offsets = side.pages[first // group.page_size] * view.page_stride + view.token[inside]
         self.addresses = outer_sum(view.layer_bases(group.layer_ids, layers, side.bases), offsets)
         # Runs never cross a boundary of the table's regular blocks, so the step after the first token holds throughout.
         after = np.minimum(inside + 1, group.page_size - 1)
@@ -224,26 +282,34 @@ def _box(lane: Lane, n: int, cursors: tuple[_Cursor | None, ...]) -> Tiles:
     present = [c for c in cursors if c is not None]
     scales = [s for s in (lane.src_scale, lane.dst_scale) if s is not None]
     heads = np.stack([lane.src_heads, lane.dst_heads, *(s.heads for s in scales)], axis=1)
-    dims = np.stack([lane.src.dim, lane.dst.dim, *(np.zeros_like(lane.src.dim) for _ in scales)], axis=1)
+    dims = np.stack([lane.src.dim, lane.dst.dim, *(s.dims for s in scales)], axis=1)
     head_loops, head_rest = factor(heads)
     dim_loops, dim_rest = factor(dims)
-    if lane.dynamic and len(dim_rest) > 1:
-        raise PlanError(f"{lane.name}: a head's elements lie too irregularly to compute one scale over them")
     outer = sorted([Loop(n, tuple(c.step for c in present)), *head_loops], key=lambda loop: loop.strides, reverse=True)
     if lane.converts:
-        # A row has one scale: where the innermost loop changes it (head dim 1), a row is a single element.
-        single = Loop(1, (lane.src.itemsize, lane.dst.itemsize, *(0 for _ in scales)))
-        inner = merge(dim_loops) or [single]
-        loops = [*merge(outer), *inner] if lane.dynamic else merge([*outer, *inner]) or [single]
-        if any(loops[-1].strides[2:]):
-            loops.append(single)
-        row_axes = len(inner) - 1 if lane.dynamic else 0
+        loops, row_axes = _conversion_loops(lane, outer, dim_loops)
+        if lane.dynamic and len(dim_rest) > 1:
+            raise PlanError(f"{lane.name}: a head's elements lie too irregularly to compute one scale over them")
     else:
         loops = merge(sorted([*outer, *dim_loops], key=lambda loop: loop.strides, reverse=True))
         row_axes = 0
     rest = (head_rest[:, None, :] + dim_rest[None, :, :]).reshape(-1, heads.shape[1])
     addresses = [outer_sum(c.addresses, rest[:, i]) for i, c in enumerate(present)]
     return _tiles(lane, loops, addresses, row_axes)
+
+
+def _conversion_loops(lane: Lane, outer: list[Loop], dim_loops: list[Loop]) -> tuple[list[Loop], int]:
+    """Return the loops of a conversion, the row's last, and how many of them besides the last belong to the row."""
+    operands = len(outer[0].strides)
+    single = Loop(1, (lane.src.itemsize, lane.dst.itemsize, *[0] * (operands - 2)))
+    # Loops over blocks change the scale: they are not part of a row.
+    inner = merge([x for x in dim_loops if not any(x.strides[2:])]) or [single]
+    outer = [*outer, *(x for x in dim_loops if any(x.strides[2:]))]
+    loops = [*merge(outer), *inner] if lane.dynamic else merge([*outer, *inner]) or [single]
+    # A row has one scale: where the innermost loop changes it (head dim 1), a row is a single element.
+    if any(loops[-1].strides[2:]):
+        loops.append(single)
+    return loops, len(inner) - 1 if lane.dynamic else 0
 
 
 def _tiles(lane: Lane, loops: list[Loop], addresses: list[Int64], row_axes: int) -> Tiles:
@@ -259,12 +325,17 @@ def _tiles(lane: Lane, loops: list[Loop], addresses: list[Int64], row_axes: int)
     scales = list(zip(addresses[2:], scale_strides, strict=True))
     src_scale = scales.pop(0) if lane.src_scale else (None, ())
     dst_scale = scales.pop(0) if lane.dst_scale else (None, ())
+    ours, theirs = (s or Scale("tensor") for s in lane.formats)
     convert = Convert(
         src_dtype=lane.src_dtype,
         dst_dtype=lane.dst_dtype,
         src_step=row.strides[0],
         dst_step=row.strides[1],
-        rule=lane.rule,
+        rule=theirs.rule,
+        floor=theirs.floor,
+        pow2=theirs.pow2,
+        src_scale_dtype=ours.dtype,
+        dst_scale_dtype=theirs.dtype,
         row_axes=row_axes,
         src_scale=src_scale[0],
         src_scale_stride=src_scale[1],
@@ -281,20 +352,33 @@ def _columns(loops: list[Loop], operands: int) -> list[tuple[int, ...]]:
 
 
 def _runs(lane: Lane, prefill: Side, decode: Side, tokens: tuple[int, int]) -> tuple[Int64, Int64]:
-    """Cut tokens [first, end) wherever a page, or a regular block inside a page, ends on either side."""
+    """Cut tokens [first, end) wherever a page, a regular block inside a page, or a stripe ends on either side.
+
+    Returns the first token and the number of tokens of every run that both ranks hold.
+    """
     first, end = tokens
     cuts = [np.array([first, end])]
-    for side, group, views in (
-        (prefill, lane.src_group, lane.views(target=False)),
-        (decode, lane.dst_group, lane.views(target=True)),
+    for side, group, shard, views in (
+        (prefill, lane.src_group, lane.shards[0], lane.views(target=False)),
+        (decode, lane.dst_group, lane.shards[1], lane.views(target=True)),
     ):
         block = group.page_size
         for view in views:
             block = gcd(block, _regular_block(view.token))
-        begin = first + (side.origin - first) % block
+        origin = side.origin
+        if shard.cp_size > 1:
+            # Blocks end where stripes end if they divide them.
+            block = gcd(block, gcd(shard.cp_stripe, int(packed(shard, np.array(origin)))))
+            origin = 0
+        begin = first + (origin - first) % block
         cuts.append(np.arange(begin, end, block))
+    # Packed tokens run on within a stripe only.
+    cuts += [np.arange(first - first % x.cp_stripe, end, x.cp_stripe) for x in lane.shards if x.cp_size > 1]
     edges = np.unique(np.concatenate(cuts))
-    return edges[:-1], np.diff(edges)
+    edges = edges[(edges >= first) & (edges <= end)]
+    starts, counts = edges[:-1], np.diff(edges)
+    held = np.logical_and.reduce([owned(shard, starts) for shard in lane.shards])
+    return starts[held], counts[held]
 
 
 def _regular_block(table: Int64) -> int:
@@ -303,15 +387,18 @@ def _regular_block(table: Int64) -> int:
     return merged[-1].count if merged else 1
 
 
-def _check_side(side: Side, group: Group, tokens: tuple[int, int], name: str) -> None:
+def _check_side(side: Side, group: Group, first: Int64, counts: Int64, name: str) -> None:
+    """Check that runs of `counts` tokens from place `first` on lie in the page table, and its pages in the pool."""
     if not group.pages:
         raise PlanError(f"the {name} layout is symbolic: it has no pages to move")
-    first, end = tokens
-    if first < side.origin or end > side.origin + len(side.pages) * group.page_size:
+    if not len(first):
+        return
+    low, high, covered = int(first.min()), int((first + counts).max()), len(side.pages) * group.page_size
+    if low < 0 or high > covered:
         raise PlanError(
-            f"{name}: tokens {first}..{end - 1} are asked for, the page table of {len(side.pages)} pages covers "
-            f"{side.origin}..{side.origin + len(side.pages) * group.page_size - 1}")  # fmt: skip
-    used = side.pages[(first - side.origin) // group.page_size : -(-(end - side.origin) // group.page_size)]
+            f"{name}: tokens {side.origin + low}..{side.origin + high - 1} are asked for, the page table of {len(side.pages)} "
+            f"pages covers {side.origin}..{side.origin + covered - 1}")  # fmt: skip
+    used = side.pages[low // group.page_size : -(-high // group.page_size)]
     if len(used) and (used.min() < 0 or used.max() >= group.pages):
         raise PlanError(
             f"{name}: the page table names page {used.max() if used.min() >= 0 else used.min()} of {group.pages}"

@@ -6,7 +6,8 @@ definition, and writes it. Slow on purpose; every fast path must agree with it b
 Arithmetic, in IEEE float32: v = float(code) [* source scale]; w = v * (1 / s) or v / s by the target's rule; the code is w
 rounded to nearest even, saturated where the dtype saturates; NaN stays NaN, and becomes 0 in int8, which has none. float8_e4m3fnuz has no
 negative zero: what would be one is 0. int8 codes are whole numbers of -127 .. 127 (-128 is read as it is). A dynamic scale is s = max(amax / MAX, 2^-126), where amax is the
-largest |v| of the row as an integer comparison of bits, at most FLT_MAX.
+largest |v| of the row as an integer comparison of bits, at most FLT_MAX. 2^-126 stands for the format's own floor, a row
+is what one scale covers, and formats with `pow2` round the scale up to a power of two.
 """
 
 from __future__ import annotations
@@ -19,14 +20,13 @@ import numpy as np
 import numpy.typing as npt
 
 from regauge.layout.dtypes import DTYPES
-from regauge.layout.spec import Component, Group, Layout, scale_table
+from regauge.layout.spec import Component, Group, Layout, Scale, Shard, scale_table
 from regauge.layout.view import View, component_view, scale_view
 from regauge.plan.planner import Side
 from regauge.plan.tiles import Int64
 
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
-FLT_MIN = np.float32(2.0**-126)
 FLT_MAX_BITS = np.uint32(0x7F7FFFFF)
 
 NUMPY_DTYPES: dict[str, Any] = {
@@ -37,12 +37,28 @@ NUMPY_DTYPES: dict[str, Any] = {
     "float8_e4m3fnuz": ml_dtypes.float8_e4m3fnuz,
     "float8_e5m2": ml_dtypes.float8_e5m2,
     "int8": np.int8,
+    "float4_e2m1fn_x2": np.uint8,
+    "float8_e8m0fnu": ml_dtypes.float8_e8m0fnu,
 }
 
 
-def addresses(view: View, group: Group, side: Side, tokens: tuple[int, int], layers: tuple[int, ...]) -> Int64:
-    """Return the address of every element, int64[layers, tokens, heads, dim]."""
-    position = np.arange(*tokens) - side.origin
+def holds(shard: Shard, token: int) -> bool:
+    """Say whether a context-parallel rank holds a token."""
+    return token // shard.cp_stripe % shard.cp_size == shard.cp_rank
+
+
+def places(shard: Shard, origin: int, tokens: list[int]) -> Int64:
+    """Return the place of each of a rank's tokens among those from `origin` on, counted one by one, int64[n]."""
+    count, out = 0, {}
+    for token in range(origin, max(tokens, default=origin) + 1):
+        if holds(shard, token):
+            out[token] = count
+            count += 1
+    return np.array([out[t] for t in tokens], np.int64)
+
+
+def addresses(view: View, group: Group, side: Side, position: Int64, layers: tuple[int, ...]) -> Int64:
+    """Return the address of every element, int64[layers, tokens, heads, dim], of tokens at places `position` of the pages."""
     base = view.layer_bases(group.layer_ids, layers, side.bases)
     token = side.pages[position // group.page_size] * view.page_stride + view.token[position % group.page_size]
     return (
@@ -55,7 +71,7 @@ def addresses(view: View, group: Group, side: Side, tokens: tuple[int, int], lay
 
 def load(memory: Bytes, where: Int64, dtype: str) -> npt.NDArray[Any]:
     """Read one element per offset into `memory`."""
-    size = DTYPES[dtype].itemsize
+    size = np.dtype(NUMPY_DTYPES[dtype]).itemsize
     raw = memory[where[..., None] + np.arange(size)]
     values: npt.NDArray[Any] = np.ascontiguousarray(raw).view(NUMPY_DTYPES[dtype])[..., 0]
     return values
@@ -78,82 +94,109 @@ def encode(values: Floats, dtype: str) -> npt.NDArray[Any]:
         return values.astype(NUMPY_DTYPES[dtype])
 
 
-def dynamic_scale(values: Floats, dtype: str) -> Floats:
+def dynamic_scale(values: Floats, dtype: str, scale: Scale) -> Floats:
     """Return the scale of each row (last axis) as the format defines it, float32[...]."""
     bits = np.ascontiguousarray(values).view(np.uint32) & np.uint32(0x7FFFFFFF)
     amax = np.minimum(bits.max(axis=-1), FLT_MAX_BITS).view(np.float32)
-    scale: Floats = np.maximum(amax / np.float32(DTYPES[dtype].max), FLT_MIN)
-    return scale
+    least = np.maximum(amax / np.float32(DTYPES[dtype].max), np.float32(scale.floor))
+    if not scale.pow2:
+        return np.asarray(least, np.float32)
+    mantissa, exponent = np.frexp(least)
+    return np.asarray(np.ldexp(np.float32(1), np.where(mantissa == 0.5, exponent - 1, exponent)), np.float32)
 
 
-def apply_scale(values: Floats, scale: Floats, rule: str) -> Floats:
-    """Divide float32 values by their scale, as the rule says."""
+def apply_scale(values: Floats, scale: Floats, rule: str, source: str) -> Floats:
+    """Divide float32 values, which came in dtype `source`, by their scale, as the rule says."""
     with np.errstate(over="ignore", invalid="ignore"):
-        return values * (np.float32(1.0) / scale) if rule == "reciprocal" else values / scale
+        if rule == "reciprocal":
+            return values * (np.float32(1.0) / scale)
+        out = values / scale
+        return out if rule == "divide" else out.astype(NUMPY_DTYPES[source]).astype(np.float32)
 
 
 def transfer(
-    prefill: Layout, decode: Layout, source: Bytes, target: Bytes, src: Side, dst: Side, tokens: tuple[int, int]
-) -> None:
-    """Carry tokens [first, end) of every layer that both sides hold from `source` to `target`.
-
-    Region bases in `src` and `dst` are offsets into the two arrays.
-    """
-    for b_group in decode.groups:
-        for a_group in prefill.groups:
-            layers = tuple(sorted(set(a_group.layer_ids) & set(b_group.layer_ids)))
-            if a_group.kind != b_group.kind or not layers:
-                continue
-            for b in b_group.components:
-                a = next(c for c in a_group.components if c.name == b.name)
-                heads = [h - prefill.heads[0] for h in decode.heads]
-                where = addresses(component_view(a_group, a), a_group, src, tokens, layers)[:, :, heads]
-                to = addresses(component_view(b_group, b), b_group, dst, tokens, layers)
-                codes = load(source, where, a.dtype)
-                scales = _scales(a_group, a, source, src, tokens, layers)
-                scales = None if scales is None else scales[:, :, heads]
-                _write(b_group, b, target, dst, tokens, layers, to, (a, codes, scales))
-
-
-def _write(
-    group: Group, b: Component, target: Bytes, dst: Side, tokens: tuple[int, int], layers: tuple[int, ...],
-    to: Int64, source: tuple[Component, npt.NDArray[Any], Floats | None],
+    prefill: Layout, decode: Layout, source: Bytes, target: Bytes, src: Side, dst: Side, tokens: tuple[int, int],
+    *, pair: tuple[int, int] | None = None,
 ) -> None:  # fmt: skip
-    a, codes, scales = source
-    stored = b.scale is not None and b.scale.at is not None
-    own = None if stored else _scales(group, b, target, dst, tokens, layers)
-    both_stored = stored and a.scale is not None and a.scale.at is not None
-    same = both_stored or (not stored and (a.scale is None or a.scale.at is None) and _equal(scales, own))
-    if a.dtype == b.dtype and same:
-        store(target, to, codes)
-        if both_stored and scales is not None:
-            store(target, addresses(scale_view(group, b), group, dst, tokens, layers)[..., 0], scales)
+    """Carry tokens [first, end), of every layer and head that both ranks hold, from `source` to `target`.
+
+    Region bases in `src` and `dst` are offsets into the two arrays. `pair`: one pair of groups only.
+    """
+    for j, b_group in enumerate(decode.groups):
+        for i, a_group in enumerate(prefill.groups):
+            layers = tuple(sorted(set(a_group.layer_ids) & set(b_group.layer_ids)))
+            if a_group.kind != b_group.kind or not layers or pair not in (None, (i, j)):
+                continue
+            common = [t for t in range(*tokens) if holds(prefill.shard, t) and holds(decode.shard, t)]
+            if not common:
+                continue
+            from_, to = places(prefill.shard, src.origin, common), places(decode.shard, dst.origin, common)
+            for b in b_group.components:
+                a = next((c for c in a_group.components if c.name == b.name), None)
+                if a is None:
+                    continue
+                ours, theirs = prefill.heads(a_group, a), decode.heads(b_group, b)
+                heads = [h for h in theirs if h in ours]
+                if not heads:
+                    continue
+                read = _Reader(a_group, a, source, src, from_, layers, [h - ours[0] for h in heads])
+                write = _Reader(b_group, b, target, dst, to, layers, [h - theirs[0] for h in heads])
+                _carry(read, write)
+
+
+class _Reader:
+    """One component on one side: the addresses of the elements of a transfer, and of their scales."""
+
+    def __init__(
+        self, group: Group, component: Component, memory: Bytes, side: Side, position: Int64, layers: tuple[int, ...],
+        heads: list[int],
+    ) -> None:  # fmt: skip
+        self.component = component
+        self.memory = memory
+        self.where = addresses(component_view(group, component), group, side, position, layers)[:, :, heads]
+        scale = component.scale
+        self.scale = scale
+        self.stored: Int64 | None = None
+        self.constant: Floats | None = None
+        if scale is not None and scale.at is not None:
+            self.stored = addresses(scale_view(group, component), group, side, position, layers)[:, :, heads]
+        elif scale is not None:
+            rows = np.array(scale_table(scale, len(group.layer_ids), component.heads), np.float32)
+            picked = rows[[group.layer_ids.index(x) for x in layers]][:, heads]
+            self.constant = np.repeat(picked[:, None, :, None], len(position), axis=1)
+
+    def scales(self) -> Floats | None:
+        """Return the scale of every element, float32[layers, tokens, heads, dim or 1]; None without scales."""
+        if self.stored is None or self.scale is None:
+            return self.constant
+        stored = load(self.memory, self.stored, self.scale.dtype).astype(np.float32)
+        return np.repeat(stored, self.component.dim // stored.shape[-1], axis=-1)
+
+
+def _carry(a: _Reader, b: _Reader) -> None:
+    codes = load(a.memory, a.where, a.component.dtype)
+    scales, own = a.scales(), b.constant
+    both = a.stored is not None and b.stored is not None and a.stored.shape == b.stored.shape
+    both = both and a.scale is not None and b.scale is not None and a.scale.dtype == b.scale.dtype
+    if a.component.dtype == b.component.dtype and (
+        both or (a.stored is None and b.stored is None and _equal(scales, own))
+    ):
+        store(b.memory, b.where, codes)
+        if both and a.stored is not None and b.stored is not None and a.scale is not None:
+            store(b.memory, b.stored, load(a.memory, a.stored, a.scale.dtype))
         return
     with np.errstate(invalid="ignore", over="ignore"):
         values = codes.astype(np.float32)
-        if scales is not None and not (a.scale is not None and a.scale.at is None and (scales == 1.0).all()):
-            values = values * scales[..., None]
-    if stored:
-        own = dynamic_scale(values, b.dtype)
-        store(target, addresses(scale_view(group, b), group, dst, tokens, layers)[..., 0], own)
-    if own is not None and (stored or not (own == 1.0).all()):
-        values = apply_scale(values, own[..., None], b.scale.rule if b.scale else "reciprocal")
-    store(target, to, encode(values, b.dtype))
-
-
-def _scales(
-    group: Group, component: Component, memory: Bytes, side: Side, tokens: tuple[int, int], layers: tuple[int, ...]
-) -> Floats | None:
-    """Return the scale of every (layer, token, head), float32[layers, tokens, heads]; None without scales."""
-    scale = component.scale
-    if scale is None:
-        return None
-    if scale.at is not None:
-        where = addresses(scale_view(group, component), group, side, tokens, layers)[..., 0]
-        return load(memory, where, "float32")
-    rows = np.array(scale_table(scale, len(group.layer_ids), component.heads), np.float32)
-    picked = rows[[group.layer_ids.index(x) for x in layers]]
-    return np.repeat(picked[:, None, :], tokens[1] - tokens[0], axis=1)
+        if scales is not None and not (a.stored is None and (scales == 1.0).all()):
+            values = values * scales
+    if b.stored is not None and b.scale is not None:
+        rows = values.reshape(*values.shape[:-1], b.stored.shape[-1], -1)
+        made = dynamic_scale(rows, b.component.dtype, b.scale)
+        store(b.memory, b.stored, made.astype(NUMPY_DTYPES[b.scale.dtype]))
+        own = np.repeat(made, values.shape[-1] // made.shape[-1], axis=-1)
+    if own is not None and b.scale is not None and (b.stored is not None or not (own == 1.0).all()):
+        values = apply_scale(values, own, b.scale.rule, a.component.dtype)
+    store(b.memory, b.where, encode(values, b.component.dtype))
 
 
 def _equal(a: Floats | None, b: Floats | None) -> bool:

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 Int64 = npt.NDArray[np.int64]
-Rule = Literal["reciprocal", "divide"]
+Rule = Literal["reciprocal", "divide", "divide_source"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,6 +35,10 @@ class Convert:
     dst_scale: Int64 | None = None
     dst_scale_stride: tuple[int, ...] = ()
     dynamic: bool = False
+    floor: float = 2.0**-126
+    pow2: bool = False
+    src_scale_dtype: str = "float32"
+    dst_scale_dtype: str = "float32"
     keep: tuple[object, ...] = ()
     """Tables of constant scales that addresses point into: held here, so that they live as long as the box."""
 

@@ -11,8 +11,8 @@ from typing import Literal
 
 import msgspec
 
-from regauge.layout.dtypes import DTYPES
-from regauge.layout.spec import Component, Group, Layout, Placement, Scale, format_layers, scale_table
+from regauge.layout.dtypes import DTYPES, SCALE_DTYPES
+from regauge.layout.spec import Component, Group, Layout, Placement, Scale, Shard, format_layers, scale_table
 from regauge.plan.planner import Plan, compile
 
 ConvertAt = Literal["auto", "prefill", "decode"]
@@ -37,8 +37,8 @@ class WireFormat:
                 del self._halves[next(iter(self._halves))]
             wire = self.layout(pair, tokens)
             self._halves[key] = (
-                compile(_only(self.plan.prefill, pair[0]), wire),
-                compile(wire, _only(self.plan.decode, pair[1])),
+                compile(_only(self.plan.prefill, pair[0]), wire, whole=False, among=(self.plan.decode.shard,)),
+                compile(wire, _only(self.plan.decode, pair[1]), whole=False, among=(self.plan.prefill.shard,)),
             )
         return self._halves[key]
 
@@ -47,35 +47,56 @@ class WireFormat:
         return self.layout(pair, tokens).groups[0].components[0].at.strides["layer"]
 
     def layout(self, pair: tuple[int, int], tokens: int) -> Layout:
-        """Return the wire layout of a chunk of that many tokens, all shared layers."""
+        """Return the wire layout of a chunk of that many tokens, all shared layers, the heads that the plan carries."""
         layers = self.plan.layers_of(pair)
-        src, dst = self.plan.prefill.groups[pair[0]], self.plan.decode.groups[pair[1]]
+        prefill, decode = self.plan.prefill, self.plan.decode
+        src, dst = prefill.groups[pair[0]], decode.groups[pair[1]]
+        shard = _packing(prefill.shard, decode.shard)
+        count = _most(shard, tokens)
         built: list[tuple[Component, Placement, Placement | None]] = []
         offset = 0
-        for b in dst.components:
-            a = next(c for c in src.components if c.name == b.name)
-            narrow, group, heads = (
-                (b, dst, self.plan.decode.heads) if self._narrows(a, b) else (a, src, self.plan.prefill.heads)
+        for lane in self.plan.lanes:
+            if lane.pair != pair or lane.name not in {c.name for c in dst.components}:
+                continue
+            a, b = src.component(lane.name), dst.component(lane.name)
+            narrow, group, first = (
+                (b, dst, decode.heads(dst, b)[0]) if self._narrows(a, b) else (a, src, prefill.heads(src, a)[0])
             )
-            keep = [h - heads[0] for h in self.plan.decode.heads]
+            heads = len(lane.heads)
             at = Placement(order="layer page token head dim", region=REGION, offset=offset)
-            offset = _aligned(offset + tokens * b.heads * b.dim * DTYPES[narrow.dtype].itemsize)
+            offset = _aligned(offset + count * heads * b.dim * DTYPES[narrow.dtype].itemsize)
             scale, stored = narrow.scale, None
             if scale is not None and scale.at is not None:
-                stored = Placement(order="layer page token head", region=REGION, offset=offset)
-                offset = _aligned(offset + tokens * b.heads * 4)
+                blocks = scale.blocks(b.dim)
+                order = "layer page token head" + (" dim" if scale.per == "block" else "")
+                stored = Placement(order=order, region=REGION, offset=offset)
+                offset = _aligned(offset + count * heads * blocks * SCALE_DTYPES[scale.dtype])
             elif scale is not None:
-                scale = _restrict(scale, group, narrow.heads, layers, keep)
-            built.append((msgspec.structs.replace(narrow, heads=b.heads, at=at, scale=scale), at, stored))
+                scale = _restrict(scale, group, narrow.heads, layers, [h - first for h in lane.heads])
+            built.append(
+                (Component(b.name, narrow.dtype, heads, b.dim, at, scale, first_head=lane.heads[0]), at, stored)
+            )
         components = [_place(c, at, stored, offset) for c, at, stored in built]
-        group = Group(dst.kind, format_layers(layers), tokens, components, pages=1)
-        return Layout(self.plan.decode.model, [group], self.plan.decode.shard)
+        group = Group(dst.kind, format_layers(layers), count, components, pages=1)
+        return Layout(decode.model, [group], shard)
 
     def _narrows(self, a: Component, b: Component) -> bool:
         """Say whether the wire carries the target's codes: then the source side converts."""
         if self.convert_at != "auto":
             return self.convert_at == "prefill"
         return DTYPES[b.dtype].itemsize <= DTYPES[a.dtype].itemsize
+
+
+def _packing(prefill: Shard, decode: Shard) -> Shard:
+    """Return how tokens are packed on the wire: as on the side that deals them out to more ranks."""
+    side = prefill if prefill.cp_size > decode.cp_size else decode
+    return Shard(cp_rank=side.cp_rank, cp_size=side.cp_size, cp_stripe=side.cp_stripe)
+
+
+def _most(shard: Shard, tokens: int) -> int:
+    """Return the most of so many neighbouring tokens that one rank can hold."""
+    turns, rest = divmod(tokens, shard.cp_stripe * shard.cp_size)
+    return turns * shard.cp_stripe + min(rest, shard.cp_stripe)
 
 
 def _place(component: Component, at: Placement, stored: Placement | None, layer: int) -> Component:

@@ -27,8 +27,9 @@ import msgspec
 from regauge.config import ServeConfig, cache_dir
 from regauge.engines.local.prepare import prepare
 from regauge.errors import ConfigError, EngineError, Refused
-from regauge.layout import spec
+from regauge.layout import files
 from regauge.layout.presets import load_layout, load_model, load_model_dtype, with_pages
+from regauge.layout.spec import Layout
 from regauge.plan import Verdict, check
 from regauge.serve import wire
 from regauge.serve.gateway import listen
@@ -79,8 +80,8 @@ class Deployment:
     folder: Path
     model: str
     verdict: Verdict
-    prefill: spec.Layout
-    decode: spec.Layout
+    prefill: Layout
+    decode: Layout
 
 
 def plan_deployment(config: ServeConfig, say: Say) -> Deployment:
@@ -132,7 +133,7 @@ class Supervisor:
         ):
             worker = wire.WorkerSpec(
                 config=d.config, name=name, role="decode" if role == "decode" else "prefill", model_folder=str(d.folder),
-                model_name=d.model, layout=spec.encode(layout, format="json"), token=token, key=key, port=port,
+                model_name=d.model, layout=files.encode(layout, format="json"), token=token, key=key, port=port,
                 control_port=ports[2] if role == "decode" else 0, peers=addresses, log_json=self._log_json)  # fmt: skip
             children[name] = Child(name, "regauge.serve.worker_process", self._write(name, worker))
         gateway = wire.GatewaySpec(

@@ -25,7 +25,7 @@ from starlette.routing import Route
 from regauge.engines.local.kv import allocate
 from regauge.engines.local.model import LocalModel
 from regauge.errors import PeerLost, RegaugeError
-from regauge.layout import spec
+from regauge.layout import files
 from regauge.move.shm import ShmTransport
 from regauge.move.tcp import TcpTransport
 from regauge.move.transport import Transport
@@ -153,7 +153,7 @@ async def run(spec_: wire.WorkerSpec) -> None:
     config = spec_.config
     engine = config.prefill if spec_.role == "prefill" else config.decode
     model = await asyncio.to_thread(LocalModel, Path(spec_.model_folder), engine.threads)
-    memory = allocate(spec.decode(spec_.layout, format="json"))
+    memory = allocate(files.decode(spec_.layout, format="json"))
     key = bytes.fromhex(spec_.key)
     transport: Transport
     if config.transfer.transport == "shm":

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from regauge.engines.local.kv import PagedKV, allocate
 from regauge.engines.local.model import Segment
 from regauge.errors import ConfigError
-from regauge.layout.presets import from_short, with_pages
-from regauge.layout.spec import Layout, Model, Shard
+from regauge.layout.presets import attention_model, from_short, with_pages
+from regauge.layout.spec import Array, Layout, Scale, Shard
 from regauge.plan.reference import apply_scale, dynamic_scale, encode
 from strategies import EIGHT_BIT, FLOATS, layouts
 
-MODEL = Model("m", num_layers=2, kv_heads=2, head_dim=8)
+MODEL = attention_model("m", 2, Array(2, 8))
 
 
 def segments(page_size: int, pages: int, rng: np.random.Generator) -> list[Segment]:
@@ -79,8 +79,8 @@ def test_eight_bit_pools_keep_codes_and_scales_of_the_reference(dtype: str, scal
         store.write(1, k, v)
         for got, values in zip(store.read(1, 0), (k, v), strict=True):
             x = values.numpy()
-            s = dynamic_scale(x, dtype)[..., None] if scale == "token_head" else np.float32(1.0)
-            codes = encode(apply_scale(x, s, "reciprocal") if scale == "token_head" else x, dtype)
+            s = dynamic_scale(x, dtype, Scale("token_head"))[..., None] if scale == "token_head" else np.float32(1.0)
+            codes = encode(apply_scale(x, s, "reciprocal", "float32") if scale == "token_head" else x, dtype)
             assert np.array_equal(got.transpose(0, 1).numpy(), codes.astype(np.float32) * s)
     finally:
         memory.slab.close()

@@ -45,17 +45,20 @@ class PagedKV:
     def __init__(self, memory: Memory, *, dtype: torch.dtype, max_new: int, max_context: int, threads: int = 1) -> None:
         layout = memory.layout
         model = layout.model
-        if len(layout.groups) != 1 or len(layout.groups[0].layer_ids) != model.num_layers or layout.shard.tp_size != 1:
+        group, shard = layout.groups[0], layout.shard
+        if (
+            len(layout.groups) != 1 or group.kind != "attention" or len(group.layer_ids) != model.num_layers
+            or (shard.tp_size, shard.cp_size) != (1, 1)
+        ):  # fmt: skip
             raise ConfigError("the local engine keeps all layers and heads in one group: give such a layout")
-        self.page_size = layout.groups[0].page_size
-        self._layers = layout.groups[0].layer_ids
+        self.page_size = group.page_size
+        self._layers = group.layer_ids
         self._pool = memory.bases
         self._threads = threads
         name = str(dtype).removeprefix("torch.")
-        self._new = [torch.zeros(max_new, model.kv_heads, d, dtype=dtype) for d in (model.head_dim, model.value_dim)]
-        self._all = [
-            torch.zeros(max_context, model.kv_heads, d, dtype=dtype) for d in (model.head_dim, model.value_dim)
-        ]
+        shapes = [(a.heads, a.dim) for a in map(model.states[0].arrays.__getitem__, ("k", "v"))]
+        self._new = [torch.zeros(max_new, *shape, dtype=dtype) for shape in shapes]
+        self._all = [torch.zeros(max_context, *shape, dtype=dtype) for shape in shapes]
         self._write = compile(_dense(layout, name, max_new), layout)
         self._read = compile(layout, _dense(layout, name, max_context))
         self._segments: Sequence[Segment] = ()

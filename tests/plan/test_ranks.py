@@ -1,0 +1,154 @@
+"""Every decode rank gets all that it keeps, once, however both sides are split: heads, layers, tokens."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from regauge.errors import PlanError, Refused
+from regauge.layout.presets import attention_model, from_short, load_model
+from regauge.layout.spec import Array, Group, Layout, Model, Shard, format_layers
+from regauge.move import kernels
+from regauge.plan import check, instantiate
+from regauge.plan.ranks import crossings, path_of, ranks
+from regauge.plan.reference import transfer
+from strategies import EIGHT_BIT, FLOATS, Pool, assert_same, hybrids, layouts, shards
+
+TOKENS = 23
+MODEL = attention_model("m", 4, Array(8, 4))
+
+
+def stages(layout: Layout, count: int) -> list[Layout]:
+    """Cut a rank's layers into pipeline stages; a stage may be of any length, but not empty."""
+    edges = np.linspace(0, layout.model.num_layers, count + 1).astype(int)
+    out = []
+    for rank in range(count):
+        groups: list[Group] = []
+        for group in layout.groups:
+            ids = tuple(x for x in group.layer_ids if edges[rank] <= x < edges[rank + 1])
+            if ids:
+                groups.append(msgspec.structs.replace(group, layers=format_layers(ids)))
+        shard = msgspec.structs.replace(layout.shard, pp_rank=rank, pp_size=count)
+        out.append(msgspec.structs.replace(layout, groups=groups, shard=shard))
+    return out
+
+
+@st.composite
+def sides(draw: st.DrawFn, model: Model, dtypes: tuple[str, ...]) -> list[Layout]:
+    one = draw(layouts(model, dtypes, shard=draw(shards(model))))
+    for group in one.groups:
+        for c in group.components:
+            assume(c.scale is None or c.scale.per != "head")
+    one = roomy(one)
+    each = ranks(one)
+    count = draw(st.integers(1, model.num_layers))
+    return [stage for rank in each for stage in (stages(rank, count) if count > 1 else [rank])]
+
+
+def roomy(layout: Layout) -> Layout:
+    groups = [msgspec.structs.replace(g, pages=-(-TOKENS // g.page_size)) for g in layout.groups]
+    return msgspec.structs.replace(layout, groups=groups)
+
+
+def tokens_of(group: Group) -> tuple[int, int]:
+    return (0, 1) if group.kind == "recurrent" else (0, TOKENS)
+
+
+def carry_by_reference(a: Pool, b: Pool) -> None:
+    for i, x in enumerate(a.layout.groups):
+        for j, y in enumerate(b.layout.groups):
+            if x.kind == y.kind:
+                sides = a.offsets(np.arange(x.pages)), b.offsets(np.arange(y.pages))
+                transfer(a.layout, b.layout, a.memory, b.memory, *sides, tokens_of(x), pair=(i, j))
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), seed=st.integers(0, 2**32 - 1))
+def test_ranks_of_any_number_on_both_sides(data: st.DataObject, seed: int) -> None:
+    """What decode ranks hold at the end is what they would hold if one rank of the whole model had sent it."""
+    model = data.draw(hybrids())
+    whole = roomy(data.draw(layouts(model, FLOATS)))
+    dtypes = {c.dtype for g in whole.groups for c in g.components}
+    assume(len(dtypes) == 1)
+    prefill = data.draw(sides(model, tuple(dtypes)))
+    decode = data.draw(sides(model, (*FLOATS, *EIGHT_BIT)))
+    rng = np.random.default_rng(seed)
+    truth = Pool.of(whole, rng)
+    sources = [Pool.of(layout, rng) for layout in prefill]
+    targets = [Pool.of(layout, rng) for layout in decode]
+    wanted = [pool.copy() for pool in targets]
+    for pool in sources:
+        carry_by_reference(truth, pool)
+    for pool in wanted:
+        carry_by_reference(truth, pool)
+    for c in crossings(prefill, decode):
+        src, dst = sources[c.prefill], targets[c.decode]
+        for pair in c.plan.pairs:
+            x, y = src.layout.groups[pair[0]], dst.layout.groups[pair[1]]
+            tiles = instantiate(
+                c.plan, src.side(np.arange(x.pages)), dst.side(np.arange(y.pages)), tokens_of(x), pair=pair
+            )
+            kernels.run(tiles)
+    for got, want in zip(targets, wanted, strict=True):
+        assert_same(got, want)
+
+
+def cover(prefill: list[Layout], decode: list[Layout]) -> list[tuple[int, int, tuple[int, ...]]]:
+    return [(c.prefill, c.decode, c.plan.lanes[0].heads) for c in crossings(prefill, decode)]
+
+
+def side(tp: int, form: str = "bf16") -> list[Layout]:
+    return ranks(from_short(form, MODEL, shard=Shard(0, tp)))
+
+
+def test_heads_are_split_and_merged() -> None:
+    assert cover(side(2), side(4)) == [(0, 0, (0, 1)), (0, 1, (2, 3)), (1, 2, (4, 5)), (1, 3, (6, 7))]
+    assert cover(side(4), side(1)) == [(0, 0, (0, 1)), (1, 0, (2, 3)), (2, 0, (4, 5)), (3, 0, (6, 7))]
+
+
+def test_decode_ranks_spread_over_prefill_ranks_that_hold_the_same_head() -> None:
+    """16 prefill ranks hold 8 heads twice: two decode ranks of all heads take them from different holders."""
+    pairs = cover(side(16), ranks(from_short("bf16", MODEL, shard=Shard(0, 1))) * 2)
+    assert [p for p, d, _ in pairs if d == 0] == list(range(0, 16, 2))
+    assert [p for p, d, _ in pairs if d == 1] == list(range(1, 16, 2))
+
+
+def test_a_missing_rank_is_refused_and_named() -> None:
+    with pytest.raises(Refused, match=r"no prefill rank holds every head and token of attention k, layers 0 to 3"):
+        crossings(side(2)[:1], side(1))
+    stripes = ranks(from_short("bf16", MODEL, shard=Shard(cp_size=2)))
+    assert path_of(crossings(stripes, side(1))) == "REMAP"
+    with pytest.raises(Refused, match="which decode rank 0 keeps"):
+        crossings(stripes[1:], side(1))
+
+
+def test_ranks_that_one_rank_does_not_tell_are_asked_for() -> None:
+    with pytest.raises(PlanError, match="pipeline stages"):
+        ranks(from_short("bf16", MODEL, shard=Shard(pp_size=2)))
+    per_head = from_short("fp8,scale=head", MODEL, shard=Shard(0, 2))
+    assert len(ranks(per_head)) == 2  # one constant for all heads
+    values = [[1.0, 2.0, 3.0, 4.0]] * 4
+    own = per_head.groups[0].components[0]
+    assert own.scale is not None
+    own = msgspec.structs.replace(own, scale=msgspec.structs.replace(own.scale, values=values))
+    group = msgspec.structs.replace(per_head.groups[0], components=[own, per_head.groups[0].components[1]])
+    with pytest.raises(PlanError, match="k: scales"):
+        ranks(msgspec.structs.replace(per_head, groups=[group]))
+
+
+def test_two_ranks_with_nothing_in_common_exchange_nothing() -> None:
+    a, b = side(2)
+    assert check(a, b).path == "NONE"
+
+
+def test_many_ranks_are_paired_fast() -> None:
+    """64 prefill ranks to 32 decode ranks of a large model: only those pairs that share a head."""
+    model = load_model("qwen3-235b-a22b")
+    heads = model.states[0].arrays["k"].heads
+    a, b = (ranks(from_short("bf16", model, shard=Shard(0, tp))) for tp in (64, 32))
+    pairs = crossings(a, b)
+    assert len(pairs) == 32
+    assert {c.plan.lanes[0].heads for c in pairs} == {(h,) for h in range(heads)}
