@@ -25,7 +25,7 @@ from regauge.layout.spec import (
 )
 from regauge.layout.validate import validate
 from regauge.layout.view import Int64, check_memory, region_sizes
-from regauge.plan.planner import Side
+from regauge.plan.boxes import Side
 from regauge.plan.reference import Bytes, addresses, component_view, load, scale_view, side_of
 
 FLOATS = ("float32", "bfloat16", "float16")

@@ -10,8 +10,9 @@ import numpy as np
 from regauge.layout.dtypes import DTYPES
 from regauge.layout.spec import Layout
 from regauge.layout.view import View, bytes_per_token
+from regauge.plan.boxes import Side, instantiate
 from regauge.plan.check import Verdict
-from regauge.plan.planner import Lane, Plan, Side, compile, instantiate
+from regauge.plan.planner import Lane, Plan, compile
 from regauge.plan.tiles import Tiles
 from regauge.plan.wire import WireFormat
 

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from regauge.layout.dtypes import DTYPES
 from regauge.layout.spec import Component, Group, Layout, Scale, Shard, scale_table
 from regauge.layout.view import View, component_view, scale_view
-from regauge.plan.planner import Side
+from regauge.plan.boxes import Side
 from regauge.plan.tiles import Int64
 
 Bytes = npt.NDArray[np.uint8]
