@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from regauge import __version__
@@ -14,6 +15,8 @@ from regauge.cli import main
 from regauge.layout.files import decode, encode
 from regauge.layout.presets import from_short, load_model
 from regauge.layout.spec import Layout
+from regauge.plan import cost
+from regauge.plan.cost import DEFAULTS
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -92,17 +95,29 @@ def test_explain_says_what_crosses(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, *arguments)
     assert code == 0
     for part in (
-        "REMAP  1024 tokens, 128.00 MiB -> 128.00 MiB",
+        "REMAP  1024 tokens of llama-3.1-8b, 128.00 MiB -> 128.00 MiB, over rdma at 400 Gbit/s: ",
         "page size 64 -> 16",
-        "runs of 32768 B",
-        "2.684 ms at line rate",
+        "runs of 32.00 KiB",
+        "(2.7 ms at line rate)",
     ):
         assert part in out
     code, out, _ = run(capsys, *arguments, "--json")
     found = json.loads(out)
     assert found["wire_bytes"] == 1024 * 2 * 8 * 128 * 2 * 32
-    assert found["lanes"][0]["pieces"] == 32 * 1024 // 16
+    assert found["groups"][0]["lanes"][0]["pieces"] == 32 * 1024 // 16
+    assert found["groups"][0]["decision"]["chosen"]["spans"]["count"] == 2 * 32 * 1024 // 16
     assert found["seconds_on_link"] == pytest.approx(found["wire_bytes"] * 8 / 400e9)
+
+
+def test_explain_draws_takes_constants_and_a_transport(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    costs = msgspec.structs.replace(DEFAULTS, source="a quiet machine")
+    (tmp_path / "costs.toml").write_bytes(cost.encode(costs))
+    code, out, _ = run(capsys, "explain", "bf16,page=64,hnd", "bf16", "--cost", str(tmp_path / "costs.toml"),
+                       "--transport", "shm", "--svg", str(tmp_path / "page.svg"))  # fmt: skip
+    assert code == 0
+    assert "constants  a quiet machine" in out
+    assert "REMAP, fused, " in out
+    assert (tmp_path / "page.svg").read_text().startswith("<svg ")
 
 
 def test_layout_prints_a_file_that_reads_back(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -162,6 +177,11 @@ def test_check_and_explain_take_engines_flags_on_either_side(capsys: pytest.Capt
         (("check", "bf16", "bf16", "--model", "x"), "no shipped model; shipped are"),
         (("explain", "bf16", "bf16", "--link", "fast"), "--link 'fast': give bits per second"),
         (("explain", "bf16", "bf16", "--tokens", "0"), "--tokens 0: give a number from 1"),
+        (("explain", "bf16", "bf16", "--chunk-tokens", "0"), "--chunk-tokens 0: give a number from 1"),
+        (("explain", "bf16", "bf16", "--transport", "x"), "no constants for transport 'x'; known: rdma, shm, tcp"),
+        (("explain", "bf16", "bf16", "--cost", "none.toml"), "none.toml: No such file or directory; `regauge bench"),
+        (("explain", "bf16", "bf16", "--svg", "no/where.svg"), "--svg no/where.svg: No such file or directory"),
+        (("bench", "calibrate", "--threads", "0"), "--threads 0: give a number from 1"),
         (("layout",), "name a layout, or use --list"),
         (("serve", "--set", "decode.max_bach=8"), "--set decode.max_bach=8: give a field of the configuration"),
         (("serve", "--set", "decode=8"), "--set decode=8: give a field"),

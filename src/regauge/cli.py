@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from regauge import __version__
+from regauge import __version__, cli_cost
 from regauge.errors import ConfigError, LayoutError, Refused, RegaugeError
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
         new.add_argument("--model", default="smollm2-135m-instruct", help=_MODEL_HELP + "; default %(default)s")
         if name == "explain":
             new.add_argument("--tokens", type=int, default=4096, help="tokens of the request, default %(default)s")
-            new.add_argument("--link", metavar="RATE", help="rate of the link, such as 400G (bits per second)")
+            cli_cost.explain_arguments(new)
     layout = verb("layout", "print a layout as TOML, with its bytes per token and page")
     layout.add_argument("form", metavar="LAYOUT", nargs="?", help=_LAYOUT_HELP)
     layout.add_argument("--model", default="smollm2-135m-instruct", help=_MODEL_HELP + "; default %(default)s")
@@ -80,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     layout.add_argument("--tp", type=int, default=1, help="tensor-parallel size, default 1")
     layout.add_argument("--pages", type=int, default=0, help="pages in the pool; 0 (default): symbolic")
     layout.add_argument("--list", action="store_true", help="list the shipped models")
-    _bench_arguments(verb("bench", "measure what a conversion does to a model's answers"))
+    _bench_arguments(verb("bench", "measure what a conversion does to a model's answers, or what moving costs here"))
     verb("version", "print the version")
     verb("collect-env", "print what a bug report needs")
     return parser
@@ -106,8 +106,12 @@ def _serve_arguments(serve: argparse.ArgumentParser) -> None:
 
 def _bench_arguments(bench: argparse.ArgumentParser) -> None:
     bench.add_argument(
-        "what", choices=("accuracy",), help="accuracy: next-token agreement and perplexity against no transfer"
+        "what",
+        choices=("accuracy", "calibrate"),
+        help="accuracy: next-token agreement and perplexity against no transfer; "
+        "calibrate: the cost model's constants on this machine",
     )
+    cli_cost.calibrate_arguments(bench)
     bench.add_argument(
         "--model", default="smollm2-135m-instruct", help="the bundled model's name, a folder, or a hub name"
     )
@@ -193,28 +197,7 @@ def _check(options: argparse.Namespace) -> int:
 
 
 def _explain(options: argparse.Namespace) -> int:
-    from regauge.plan.explain import explain
-
-    if not 1 <= options.tokens <= 1 << 24:
-        raise ConfigError(f"--tokens {options.tokens}: give a number from 1 to {1 << 24}")
-    found = explain(*_pair(options), tokens=options.tokens, link_gbps=_gigabits(options.link))
-    if options.json:
-        return _print_json(asdict(found))
-    print(found.text())
-    return 0
-
-
-def _gigabits(text: str | None) -> float | None:
-    if text is None:
-        return None
-    match = re.fullmatch(r"([0-9.]+)\s*([MGT]?)", text.strip(), re.IGNORECASE)
-    try:
-        rate = float(match[1]) * {"M": 1e-3, "": 1e-9, "G": 1.0, "T": 1e3}[match[2].upper()] if match else 0.0
-    except ValueError:
-        rate = 0.0
-    if rate <= 0:
-        raise ConfigError(f"--link {text!r}: give bits per second, such as 25G or 400G")
-    return rate
+    return cli_cost.explain(options, *_pair(options))
 
 
 def _chosen(options: argparse.Namespace) -> Layout:
@@ -313,6 +296,8 @@ def _serve(options: argparse.Namespace) -> int:
 
 
 def _bench(options: argparse.Namespace) -> int:
+    if options.what == "calibrate":
+        return cli_cost.calibrate(options)
     _need_engine()
     from regauge.engines.local import accuracy
 

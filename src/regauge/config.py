@@ -42,8 +42,10 @@ class TransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Compute-plane address that data connections bind to."""
     staging_bytes: int = 64 << 20
     """Bytes of the staging slab on each side; bounds the chunks that are in flight."""
-    piece_bytes: int = 4_096
-    """Shortest average piece, in bytes, that is still sent page by page; shorter ones go through staging."""
+    mode: Literal["auto", "fused", "mapped", "staged"] = "auto"
+    """How chunks are written; auto: as the cost model says (see `regauge explain`)."""
+    costs: str = ""
+    """TOML file of the cost model's constants, as `regauge bench calibrate --out FILE` writes it; empty: the defaults."""
     kernel_threads: int = 1
     offer_s: float = 600.0
     """Most seconds that a request waits for the other side: an offer for its grant, a grant for its offer."""

@@ -2,42 +2,64 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from regauge.errors import ConfigError, Refused
 from regauge.layout.files import decode, encode
 from regauge.layout.presets import attention_model, from_short, load_model
 from regauge.layout.spec import Array, Group, Layout
-from regauge.move.crossing import bind, choose_mode, one_pair, slab_bytes, typical_piece
+from regauge.move.crossing import Terms, bind, choose_mode, one_pair, slab_bytes
 from regauge.move.memory import Slab
 from regauge.plan import compile
+from regauge.plan.cost import DEFAULTS, Setting, TransportConstants
 
 LLAMA = load_model("llama-3.1-8b")
 
 
+def terms(**setting: object) -> Terms:
+    return Terms(maps_memory=False, setting=Setting("tcp", **setting))  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
-    ("a", "b", "piece", "mode"),
+    ("a", "b", "mode"),
     [
-        ("bf16,page=16", "bf16,page=16", 32768, "mapped"),  # a page of one layer, K or V: 16 x 8 x 128 x 2 bytes
-        ("bf16,page=64", "bf16,page=16", 32768, "mapped"),
-        ("bf16,page=24", "bf16,page=16", 24576, "mapped"),  # runs of 8 and 16 tokens
-        ("bf16,page=64,hnd", "bf16,page=16,nhd", 256, "staged"),  # one head of one token
-        ("bf16,page=64,hnd", "bf16,page=16,hnd", 4096, "mapped"),  # 16 tokens of one head
-        ("bf16,page=64,kt", "bf16,page=16", 4, "staged"),  # K element by element
-        ("bf16,page=65536", "bf16,page=1,kt", 2048, "staged"),  # one token: K as it lies
+        ("bf16,page=16", "bf16,page=16", "mapped"),  # pages of one layer, K or V: 32 KiB
+        ("bf16,page=64", "bf16,page=16", "mapped"),
+        ("bf16,page=24", "bf16,page=16", "mapped"),  # runs of 8 and 16 tokens
+        ("bf16,page=64,hnd", "bf16,page=16,nhd", "staged"),  # one head of one token: 256 bytes
+        (
+            "bf16,page=64,hnd",
+            "bf16,page=16,hnd",
+            "staged",
+        ),  # 16 tokens of one head: 4 KiB are gathered faster than posted
+        ("bf16,page=64,kt", "bf16,page=16", "staged"),  # K element by element
+        ("bf16,page=65536", "bf16,page=1,kt", "staged"),  # one token: K as it lies
     ],
 )
-def test_short_pieces_are_staged(a: str, b: str, piece: float, mode: str) -> None:
-    plan = compile(from_short(a, LLAMA, pages=40), from_short(b, LLAMA, pages=40))
-    assert typical_piece(plan) == pytest.approx(piece, rel=0.15)
-    assert choose_mode(plan, maps_memory=False, piece_bytes=4096) == mode
-    assert choose_mode(plan, maps_memory=True, piece_bytes=4096) == "fused"
+def test_short_pieces_are_staged(a: str, b: str, mode: str) -> None:
+    plan = compile(from_short(a, LLAMA, pages=400), from_short(b, LLAMA, pages=400))
+    assert choose_mode(plan, (0, 0), terms()).chosen.mode == mode
+    shared = Terms(maps_memory=True, setting=Setting("tcp"))
+    assert choose_mode(plan, (0, 0), shared).chosen.mode == "fused"
 
 
 def test_conversions_are_staged_or_fused() -> None:
     plan = compile(from_short("bf16", LLAMA, pages=40), from_short("fp8", LLAMA, pages=40))
-    assert choose_mode(plan, maps_memory=False, piece_bytes=1) == "staged"
-    assert choose_mode(plan, maps_memory=True, piece_bytes=1) == "fused"
+    assert choose_mode(plan, (0, 0), terms()).chosen.mode == "staged"
+    assert choose_mode(plan, (0, 0), Terms(maps_memory=True, setting=Setting("shm"))).chosen.mode == "fused"
+    with pytest.raises(ConfigError, match=r"transfer\.mode mapped: elements change on the way"):
+        choose_mode(plan, (0, 0), terms(mode="mapped"))
+
+
+def test_given_constants_decide() -> None:
+    plan = compile(from_short("bf16", LLAMA, pages=40), from_short("bf16,page=64", LLAMA, pages=40))
+    dear = TransportConstants(post_s=0.0, piece_s=1.0)
+    constants = msgspec.structs.replace(DEFAULTS, transports={"tcp": dear})
+    assert (
+        choose_mode(plan, (0, 0), Terms(maps_memory=False, setting=Setting("tcp"), constants=constants)).chosen.mode
+        == "staged"
+    )
 
 
 def test_regions_lie_back_to_back_in_a_slab_that_holds_them() -> None:

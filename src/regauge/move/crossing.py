@@ -5,8 +5,10 @@ How a chunk is written depends on what the transport can do and on how the layou
 | mode | when | work |
 |---|---|---|
 | fused | the peer's memory is mapped (same host) | one kernel pass from the source pages into the target pages |
-| mapped | nothing is converted and pieces are long | the transport writes the pieces where they belong; no kernel |
-| staged | else | gather (and narrow) into a slot, send it whole, scatter (and widen) on arrival |
+| mapped | nothing is converted | the transport writes the pieces where they belong; no kernel |
+| staged | the decode side offers slots | gather (and narrow) into a slot, send it whole, scatter (and widen) on arrival |
+
+Shared memory is always written in one pass; else the cost model (`regauge.plan.cost`) chooses.
 
 Nothing here knows of requests or time limits except the deadline of one write. Called from worker threads.
 """
@@ -15,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 import numpy as np
@@ -29,6 +31,7 @@ from regauge.move.messages import Mode, Staging
 from regauge.move.protocol import Range, Scatter, Write
 from regauge.move.transport import Peer
 from regauge.plan import Plan, Side, compile, instantiate, pieces
+from regauge.plan.cost import DEFAULTS, Constants, Decision, Setting, decide
 from regauge.plan.tiles import Int64
 from regauge.plan.wire import REGION, WireFormat
 
@@ -55,25 +58,33 @@ def one_pair(plan: Plan) -> tuple[int, int]:
     return plan.pairs[0]
 
 
-def choose_mode(plan: Plan, *, maps_memory: bool, piece_bytes: int) -> Mode:
-    """Pick how chunks are written: see the module. `piece_bytes` is the shortest average piece worth its own write."""
-    if maps_memory:
-        return "fused"
-    if plan.verdict.path == "CONVERT" or typical_piece(plan) < piece_bytes:
-        return "staged"
-    return "mapped"
+SAMPLE_TOKENS = 4096
+"""Tokens on which ways are compared: most of a pool's largest page, few enough to plan at once."""
 
 
-def typical_piece(plan: Plan) -> float:
-    """Return the average length, in bytes, of a contiguous piece between scattered pages of one layer."""
-    tokens = 2 * max(g.page_size for layout in (plan.prefill, plan.decode) for g in layout.groups)
-    sides = []
-    for layout in (plan.prefill, plan.decode):
-        group = layout.groups[0]
-        pages = np.resize(np.arange(group.pages), -(-tokens // group.page_size))
-        sides.append(Side(pages, dict.fromkeys(region_sizes(layout), 0)))
-    tiles = instantiate(plan, sides[0], sides[1], (0, tokens), layers=plan.lanes[0].layers[:1])
-    return sum(t.run * t.pieces for t in tiles) / sum(t.pieces for t in tiles)
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What the way of writing is chosen by."""
+
+    maps_memory: bool
+    """What the transport can do, whatever its constants say."""
+    setting: Setting
+    constants: Constants = DEFAULTS
+
+
+def choose_mode(plan: Plan, pair: tuple[int, int], terms: Terms) -> Decision:
+    """Compare the ways of writing a pair of groups, and choose one: see the module.
+
+    Raises ConfigError for a transport without constants and for `transfer.mode` where the pair or the transport cannot do it.
+    """
+    constants, setting = terms.constants, terms.setting
+    known = constants.transports.get(setting.transport)
+    if known is not None:
+        able = msgspec.structs.replace(known, maps_memory=terms.maps_memory)
+        constants = msgspec.structs.replace(constants, transports={**constants.transports, setting.transport: able})
+    groups = plan.prefill.groups[pair[0]], plan.decode.groups[pair[1]]
+    tokens = min(SAMPLE_TOKENS, *(g.pages * g.page_size for g in groups))
+    return decide(plan, pair, constants, setting, (0, tokens))
 
 
 class Writer:
@@ -81,12 +92,16 @@ class Writer:
 
     def __init__(
         self, own: Memory, peer_layout: Layout, peer: Peer, staging: Staging | None, *,
-        maps_memory: bool, piece_bytes: int, threads: int, slot: Slab | None,
+        terms: Terms, threads: int, slot: Slab | None,
     ) -> None:  # fmt: skip
         self.plan = compile(own.layout, peer_layout)
         self.pair = one_pair(self.plan)
         self.layers = self.plan.layers_of(self.pair)
-        self.mode: Mode = choose_mode(self.plan, maps_memory=maps_memory, piece_bytes=piece_bytes)
+        if staging is not None:
+            terms = replace(terms, setting=replace(terms.setting, slot_bytes=staging.slot_bytes))
+        decision = choose_mode(self.plan, self.pair, terms)
+        self.mode: Mode = decision.chosen.mode
+        self.why = decision.why
         self._wire = WireFormat(self.plan)
         self._peer = peer
         self._own = own.bases
@@ -97,7 +112,7 @@ class Writer:
         self._slabs: tuple[str, ...] = ()
         """Slabs of the peer that are written directly."""
         _check_regions(peer_layout)
-        if maps_memory:
+        if terms.maps_memory:
             self._target, self._slabs = _mapped_bases(peer_layout, peer)
         if self.mode == "staged" and (staging is None or slot is None):
             raise ConfigError("this pair needs staging, and the decode worker offers none: set transfer.staging_bytes")

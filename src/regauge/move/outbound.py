@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,13 +20,15 @@ from regauge.config import TransferConfig
 from regauge.errors import ProtocolError, Refused, RegaugeError, TransferFailed, TransportError
 from regauge.layout.spec import Layout
 from regauge.move import messages as m
+from regauge.move.calibrate import read
 from regauge.move.channel import Channel, decode_layout, encode_layout
-from regauge.move.crossing import Memory, Writer
+from regauge.move.crossing import Memory, Terms, Writer
 from regauge.move.memory import Slab
 from regauge.move.protocol import Action, Delivered, Failed, Granted, Range, Released, Send, Write
 from regauge.move.sender import LinkLimits, Sender
 from regauge.move.transport import Peer, Transport
 from regauge.plan import check
+from regauge.plan.cost import DEFAULTS, Setting
 from regauge.plan.tiles import Int64
 
 log = structlog.get_logger()
@@ -104,6 +107,7 @@ class OutboundLinks:
         self._memory = memory
         self._transport = transport
         self._config = config
+        self._constants = read(Path(config.costs)) if config.costs else DEFAULTS
         self._links: dict[str, _Link] = {}
         self._opening: dict[str, asyncio.Lock] = {}
         self._transfers: dict[str, Outgoing] = {}
@@ -216,8 +220,12 @@ class OutboundLinks:
         try:
             if slot is not None:
                 self._transport.register(slot)
-            writer = Writer(self._memory, layout, data, staging, slot=slot, maps_memory=self._transport.caps.maps_memory,
-                            piece_bytes=self._config.piece_bytes, threads=self._config.kernel_threads)  # fmt: skip
+            setting = Setting(self._transport.kind, mode=self._config.mode)
+            terms = Terms(self._transport.caps.maps_memory, setting, self._constants)
+            writer = Writer(
+                self._memory, layout, data, staging, terms=terms, slot=slot, threads=self._config.kernel_threads
+            )
+            log.info("link opened", peer=peer, mode=writer.mode, why=writer.why)
         except BaseException:
             data.close()
             if slot is not None:

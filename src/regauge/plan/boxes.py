@@ -11,7 +11,7 @@ import numpy as np
 from regauge.errors import PlanError
 from regauge.layout.spec import Group, Scale
 from regauge.layout.view import View
-from regauge.plan.axes import Loop, coalesce, factor, merge, outer_sum
+from regauge.plan.axes import Loop, coalesce, merge, outer_sum
 from regauge.plan.planner import Lane, Plan, ScaleOperand
 from regauge.plan.stripes import owned, packed
 from regauge.plan.tiles import Convert, Int64, Tiles
@@ -51,6 +51,7 @@ def instantiate(
     Raises PlanError for tokens that a page table does not cover, pages or layers that do not exist, symbolic layouts.
     """
     out: list[Tiles] = []
+    runs: dict[tuple[tuple[int, int], tuple[int, int]], _Runs] = {}
     wanted = None if layers is None else tuple(layers)
     for lane in plan.lanes:
         if pair is not None and lane.pair != pair:
@@ -59,29 +60,50 @@ def instantiate(
             raise PlanError(f"layers {sorted(gone)} are not on both sides")
         ids = lane.layers if wanted is None else tuple(x for x in wanted if x in lane.layers)
         if ids and tokens[0] < tokens[1]:
-            out += _boxes(lane, prefill, decode, tokens, ids)
+            key = lane.pair, lane.inside.blocks  # K and V, and scales beside them, are cut alike
+            if key not in runs:
+                runs[key] = _Runs(lane, prefill, decode, tokens)
+            out += _boxes(lane, prefill, decode, runs[key], ids)
     return out
 
 
-def _boxes(
-    lane: Lane, prefill: Side, decode: Side, tokens: tuple[int, int], layers: tuple[int, ...]
-) -> Iterator[Tiles]:
-    starts, counts = _runs(lane, prefill, decode, tokens)
-    places = []
-    for side, group, shard, name in (
-        (prefill, lane.src_group, lane.shards[0], "prefill"),
-        (decode, lane.dst_group, lane.shards[1], "decode"),
-    ):
-        places.append(packed(shard, starts) - int(packed(shard, np.array(side.origin))))
-        _check_side(side, group, places[-1], counts, name)
-    for n in np.unique(counts):
-        some = counts == n
-        first = [place[some] for place in places]
-        src = _Cursor(lane.src, prefill, lane.src_group, layers, first[0])
-        dst = _Cursor(lane.dst, decode, lane.dst_group, layers, first[1])
-        src_scale = _scale_cursor(lane, lane.src_scale, prefill, lane.src_group, layers, first[0])
-        dst_scale = _scale_cursor(lane, lane.dst_scale, decode, lane.dst_group, layers, first[1])
-        yield _box(lane, int(n), (src, dst, src_scale, dst_scale))
+class _Runs:
+    """Tokens cut into runs, and where each begins in the pages of either side."""
+
+    __slots__ = ("counts", "places")
+
+    def __init__(self, lane: Lane, prefill: Side, decode: Side, tokens: tuple[int, int]) -> None:
+        starts, self.counts = _cut(lane, prefill, decode, tokens)
+        self.places: list[Int64] = []
+        for side, group, shard, name in (
+            (prefill, lane.src_group, lane.shards[0], "prefill"),
+            (decode, lane.dst_group, lane.shards[1], "decode"),
+        ):
+            place = packed(shard, starts) - int(packed(shard, np.array(side.origin)))
+            _check_side(side, group, place, self.counts, name)
+            self.places.append(place)
+
+    def alike(self) -> Iterator[tuple[int, list[Int64]]]:
+        """Yield the runs of each length: tokens, and places on either side."""
+        if len(self.counts) and (self.counts == self.counts[0]).all():
+            yield int(self.counts[0]), self.places
+            return
+        for n in np.unique(self.counts):
+            yield int(n), [place[self.counts == n] for place in self.places]
+
+
+def _boxes(lane: Lane, prefill: Side, decode: Side, runs: _Runs, layers: tuple[int, ...]) -> Iterator[Tiles]:
+    source = (prefill, lane.src_group, lane.inside.layer_ids[0], layers)
+    target = (decode, lane.dst_group, lane.inside.layer_ids[1], layers)
+    for n, (from_, to) in runs.alike():
+        src, dst = _Cursor(lane.src, *source, from_), _Cursor(lane.dst, *target, to)
+        src_scale = _scale_cursor(lane, lane.src_scale, source, from_)
+        dst_scale = _scale_cursor(lane, lane.dst_scale, target, to)
+        yield _box(lane, n, (src, dst, src_scale, dst_scale))
+
+
+_Place = tuple[Side, Group, tuple[int, ...], tuple[int, ...]]
+"""A side, its group, the group's layers in memory order, the layers that move."""
 
 
 class _Cursor:
@@ -89,56 +111,53 @@ class _Cursor:
 
     __slots__ = ("addresses", "step")
 
-    def __init__(self, view: View, side: Side, group: Group, layers: tuple[int, ...], first: Int64) -> None:
-        inside = first % group.page_size
-        offsets = side.pages[first // group.page_size] * view.page_stride + view.token[inside]
-        self.addresses = outer_sum(view.layer_bases(group.layer_ids, layers, side.bases), offsets)
+    def __init__(
+        self, view: View, side: Side, group: Group, layer_ids: tuple[int, ...], layers: tuple[int, ...], first: Int64
+    ) -> None:
+        page, inside = np.divmod(first, group.page_size)
+        offsets = side.pages[page] * view.page_stride + view.token[inside]
+        self.addresses = outer_sum(view.layer_bases(layer_ids, layers, side.bases), offsets)
         # Runs never cross a boundary of the table's regular blocks, so the step after the first token holds throughout.
-        after = np.minimum(inside + 1, group.page_size - 1)
-        self.step = int((view.token[after] - view.token[inside])[0])
+        at = int(inside[0])
+        self.step = int(view.token[min(at + 1, group.page_size - 1)] - view.token[at])
 
 
-def _scale_cursor(
-    lane: Lane, scale: ScaleOperand | None, side: Side, group: Group, layers: tuple[int, ...], first: Int64
-) -> _Cursor | None:
+def _scale_cursor(lane: Lane, scale: ScaleOperand | None, place: _Place, first: Int64) -> _Cursor | None:
     if scale is None:
         return None
     if scale.view is not None:
-        return _Cursor(scale.view, side, group, layers, first)
+        return _Cursor(scale.view, *place, first)
     assert scale.table is not None  # noqa: S101  # an operand is one or the other
     cursor = _Cursor.__new__(_Cursor)
-    rows = np.array([lane.layers.index(x) for x in layers]) * scale.table.strides[0] + scale.table.ctypes.data
+    rows = np.array([lane.layers.index(x) for x in place[3]]) * scale.table.strides[0] + scale.table.ctypes.data
     cursor.addresses, cursor.step = np.repeat(rows, len(first)), 0
     return cursor
 
 
 def _box(lane: Lane, n: int, cursors: tuple[_Cursor | None, ...]) -> Tiles:
     present = [c for c in cursors if c is not None]
-    scales = [s for s in (lane.src_scale, lane.dst_scale) if s is not None]
-    heads = np.stack([lane.src_heads, lane.dst_heads, *(s.heads for s in scales)], axis=1)
-    dims = np.stack([lane.src.dim, lane.dst.dim, *(s.dims for s in scales)], axis=1)
-    head_loops, head_rest = factor(heads)
-    dim_loops, dim_rest = factor(dims)
-    outer = sorted([Loop(n, tuple(c.step for c in present)), *head_loops], key=lambda loop: loop.strides, reverse=True)
+    inside = lane.inside
+    outer = sorted(
+        [Loop(n, tuple(c.step for c in present)), *inside.heads], key=lambda loop: loop.strides, reverse=True
+    )
     if lane.converts:
-        loops, row_axes = _conversion_loops(lane, outer, dim_loops)
-        if lane.dynamic and len(dim_rest) > 1:
+        loops, row_axes = _conversion_loops(lane, outer)
+        if lane.dynamic and not inside.regular:
             raise PlanError(f"{lane.name}: a head's elements lie too irregularly to compute one scale over them")
     else:
-        loops = merge(sorted([*outer, *dim_loops], key=lambda loop: loop.strides, reverse=True))
+        loops = merge(sorted([*outer, *inside.dims], key=lambda loop: loop.strides, reverse=True))
         row_axes = 0
-    rest = (head_rest[:, None, :] + dim_rest[None, :, :]).reshape(-1, heads.shape[1])
-    addresses = [outer_sum(c.addresses, rest[:, i]) for i, c in enumerate(present)]
+    addresses = [outer_sum(c.addresses, inside.rest[:, i]) for i, c in enumerate(present)]
     return _tiles(lane, loops, addresses, row_axes)
 
 
-def _conversion_loops(lane: Lane, outer: list[Loop], dim_loops: list[Loop]) -> tuple[list[Loop], int]:
+def _conversion_loops(lane: Lane, outer: list[Loop]) -> tuple[list[Loop], int]:
     """Return the loops of a conversion, the row's last, and how many of them besides the last belong to the row."""
     operands = len(outer[0].strides)
     single = Loop(1, (lane.src.itemsize, lane.dst.itemsize, *[0] * (operands - 2)))
     # Loops over blocks change the scale: they are not part of a row.
-    inner = merge([x for x in dim_loops if not any(x.strides[2:])]) or [single]
-    outer = [*outer, *(x for x in dim_loops if any(x.strides[2:]))]
+    inner = merge([x for x in lane.inside.dims if not any(x.strides[2:])]) or [single]
+    outer = [*outer, *(x for x in lane.inside.dims if any(x.strides[2:]))]
     loops = [*merge(outer), *inner] if lane.dynamic else merge([*outer, *inner]) or [single]
     # A row has one scale: where the innermost loop changes it (head dim 1), a row is a single element.
     if any(loops[-1].strides[2:]):
@@ -185,20 +204,18 @@ def _columns(loops: list[Loop], operands: int) -> list[tuple[int, ...]]:
     return [tuple(x.count for x in loops), *(tuple(x.strides[i] for x in loops) for i in range(operands))]
 
 
-def _runs(lane: Lane, prefill: Side, decode: Side, tokens: tuple[int, int]) -> tuple[Int64, Int64]:
+def _cut(lane: Lane, prefill: Side, decode: Side, tokens: tuple[int, int]) -> tuple[Int64, Int64]:
     """Cut tokens [first, end) wherever a page, a regular block inside a page, or a stripe ends on either side.
 
     Returns the first token and the number of tokens of every run that both ranks hold.
     """
     first, end = tokens
     cuts = [np.array([first, end])]
-    for side, group, shard, views in (
-        (prefill, lane.src_group, lane.shards[0], lane.views(target=False)),
-        (decode, lane.dst_group, lane.shards[1], lane.views(target=True)),
+    for side, group, shard, block in (
+        (prefill, lane.src_group, lane.shards[0], lane.inside.blocks[0]),
+        (decode, lane.dst_group, lane.shards[1], lane.inside.blocks[1]),
     ):
-        block = group.page_size
-        for view in views:
-            block = gcd(block, _regular_block(view.token))
+        block = gcd(group.page_size, block)
         origin = side.origin
         if shard.cp_size > 1:
             # Blocks end where stripes end if they divide them.
@@ -210,15 +227,11 @@ def _runs(lane: Lane, prefill: Side, decode: Side, tokens: tuple[int, int]) -> t
     cuts += [np.arange(first - first % x.cp_stripe, end, x.cp_stripe) for x in lane.shards if x.cp_size > 1]
     edges = np.unique(np.concatenate(cuts))
     edges = edges[(edges >= first) & (edges <= end)]
-    starts, counts = edges[:-1], np.diff(edges)
+    starts, counts = edges[:-1], edges[1:] - edges[:-1]
+    if all(shard.cp_size == 1 for shard in lane.shards):
+        return starts, counts
     held = np.logical_and.reduce([owned(shard, starts) for shard in lane.shards])
     return starts[held], counts[held]
-
-
-def _regular_block(table: Int64) -> int:
-    loops, _ = factor(table[:, None])
-    merged = merge(loops)
-    return merged[-1].count if merged else 1
 
 
 def _check_side(side: Side, group: Group, first: Int64, counts: Int64, name: str) -> None:

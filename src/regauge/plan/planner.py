@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
+from math import gcd
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +20,7 @@ import numpy.typing as npt
 from regauge.errors import Refused
 from regauge.layout.spec import Component, Group, Layout, Scale, Shard, scale_table
 from regauge.layout.view import View, component_view, scale_view
+from regauge.plan.axes import Loop, factor, merge
 from regauge.plan.check import LaneVerdict, Verdict, check
 from regauge.plan.tiles import Int64
 
@@ -34,6 +36,22 @@ class ScaleOperand:
     """Offset of each head of the lane, int64[heads]."""
     dims: Int64
     """Offset of the scale of each element of a head, int64[dim]."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Inside:
+    """The loops of one token's elements, and how tokens run on: the same for every transfer, so made once."""
+
+    heads: tuple[Loop, ...]
+    dims: tuple[Loop, ...]
+    rest: Int64
+    """Offsets that no loop describes, int64[n, operands]: source, target, their scales."""
+    regular: bool
+    """Whether the elements of a head are loops alone."""
+    blocks: tuple[int, int]
+    """Tokens that lie at a constant step from each other, on either side, from the start of a page."""
+    layer_ids: tuple[tuple[int, ...], tuple[int, ...]]
+    """Layers of either group, in memory order."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,6 +80,7 @@ class Lane:
     """Those who must hold a token that is carried: prefill, decode, and others if the plan is one leg of a way."""
     src_scale: ScaleOperand | None
     dst_scale: ScaleOperand | None
+    inside: Inside
 
     @property
     def dynamic(self) -> bool:
@@ -139,15 +158,39 @@ def _compile_lane(prefill: Layout, decode: Layout, verdict: LaneVerdict, among: 
     src_scale = _operand(src, a, a_index, verdict.layers) if converts else None
     dst_scale = _operand(dst, b, b_index, verdict.layers) if converts else None
     pair = (verdict.prefill_group, verdict.decode_group)
+    layer_ids = src.layer_ids, dst.layer_ids
 
     def lane(name: str, va: View, vb: View, dtypes: tuple[str, str]) -> Lane:
-        return Lane(name, verdict.heads, src, dst, pair, verdict.layers, va, vb, va.head[a_index], vb.head[b_index], *dtypes,
+        places = va.head[a_index], vb.head[b_index]
+        return Lane(name, verdict.heads, src, dst, pair, verdict.layers, va, vb, *places, *dtypes,
                     converts=converts, formats=(a.scale, b.scale), shards=(prefill.shard, decode.shard, *among),
-                    src_scale=src_scale, dst_scale=dst_scale)  # fmt: skip
+                    src_scale=src_scale, dst_scale=dst_scale,
+                    inside=_inside((va, vb), places, (src_scale, dst_scale), layer_ids))  # fmt: skip
 
     yield lane(a.name, component_view(src, a), component_view(dst, b), (a.dtype, b.dtype))
     if not converts and a.scale is not None and a.scale.at is not None:
         yield lane(f"{a.name} scale", scale_view(src, a), scale_view(dst, b), (a.scale.dtype, a.scale.dtype))
+
+
+def _inside(
+    views: tuple[View, View], heads: tuple[Int64, Int64], operands: tuple[ScaleOperand | None, ScaleOperand | None],
+    layer_ids: tuple[tuple[int, ...], tuple[int, ...]],
+) -> Inside:  # fmt: skip
+    scales = [s for s in operands if s is not None]
+    head_loops, head_rest = factor(np.stack([*heads, *(s.heads for s in scales)], axis=1))
+    dim_loops, dim_rest = factor(np.stack([*(v.dim for v in views), *(s.dims for s in scales)], axis=1))
+    blocks = []
+    for view, scale in zip(views, operands, strict=True):
+        together = [view] if scale is None or scale.view is None else [view, scale.view]
+        blocks.append(gcd(*(_regular_block(v.token) for v in together)))
+    rest = (head_rest[:, None, :] + dim_rest[None, :, :]).reshape(-1, 2 + len(scales))
+    return Inside(tuple(head_loops), tuple(dim_loops), rest, len(dim_rest) == 1, (blocks[0], blocks[1]), layer_ids)
+
+
+def _regular_block(table: Int64) -> int:
+    loops, _ = factor(table[:, None])
+    merged = merge(loops)
+    return merged[-1].count if merged else 1
 
 
 def _operand(group: Group, component: Component, heads: Int64, layers: tuple[int, ...]) -> ScaleOperand | None:

@@ -13,6 +13,7 @@ import msgspec
 
 from regauge.layout.dtypes import DTYPES, SCALE_DTYPES
 from regauge.layout.spec import Component, Group, Layout, Placement, Scale, Shard, format_layers, scale_table
+from regauge.layout.view import element_bytes
 from regauge.plan.planner import Plan, compile
 
 ConvertAt = Literal["auto", "prefill", "decode"]
@@ -60,7 +61,7 @@ class WireFormat:
                 continue
             a, b = src.component(lane.name), dst.component(lane.name)
             narrow, group, first = (
-                (b, dst, decode.heads(dst, b)[0]) if self._narrows(a, b) else (a, src, prefill.heads(src, a)[0])
+                (b, dst, decode.heads(dst, b)[0]) if self.narrows(a, b) else (a, src, prefill.heads(src, a)[0])
             )
             heads = len(lane.heads)
             at = Placement(order="layer page token head dim", region=REGION, offset=offset)
@@ -80,11 +81,11 @@ class WireFormat:
         group = Group(dst.kind, format_layers(layers), count, components, pages=1)
         return Layout(decode.model, [group], shard)
 
-    def _narrows(self, a: Component, b: Component) -> bool:
-        """Say whether the wire carries the target's codes: then the source side converts."""
+    def narrows(self, a: Component, b: Component) -> bool:
+        """Say whether the wire carries the target's codes, so that the source side converts: where those and their scales are not longer."""
         if self.convert_at != "auto":
             return self.convert_at == "prefill"
-        return DTYPES[b.dtype].itemsize <= DTYPES[a.dtype].itemsize
+        return element_bytes(b) * a.heads <= element_bytes(a) * b.heads  # the ranks may hold unlike numbers of heads
 
 
 def _packing(prefill: Shard, decode: Shard) -> Shard:
