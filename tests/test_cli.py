@@ -144,13 +144,35 @@ def test_layout_of_an_engines_flags(capsys: pytest.CaptureFixture[str]) -> None:
     assert layout.groups[0].components[0].at.order == "page head token dim"
     assert list(layout.heads(layout.groups[0], layout.groups[0].components[0])) == [3]
     per_token = 2 * 36 * 128
-    assert f"# {per_token} bytes per token, {per_token * 64} bytes per page of 64" in out
+    assert f"# attention, layers 0-35: {per_token} bytes per token, {per_token * 64} bytes per page of 64\n" in out
     form = "engine:sglang,pool=hnd,page=64,dtype=fp8_e4m3,tp=8,rank=3"
     code, out, _ = run(capsys, "layout", form, "--model", "qwen3-8b", "--json")
     assert (code, json.loads(out)["digest"]) == (0, layout.digest())
     code, out, _ = run(capsys, "layout", "--model", "qwen3-8b", "--engine", "vllm", "--pool", "cpu")
     assert code == 0
     assert "bfloat16" in out  # the config says so
+
+
+def test_layout_says_what_each_group_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ("--model", "glm-5.2", "--engine", "sglang", "--tp", "8", "--kv-cache-dtype", "fp8_e4m3")
+    code, out, _ = run(capsys, "layout", *flags)
+    assert code == 0
+    assert "# latent, layers 0-77: 51168 bytes per token, 3274752 bytes per page of 64\n" in out
+    assert "# indexer, layers 0-2,6-74:4: 2772 bytes per token, 177408 bytes per page of 64\n" in out
+    assert "# 53940 bytes per token in all\n" in out
+    code, out, _ = run(capsys, "layout", *flags, "--json", "--pp", "2", "--pp-rank", "1")
+    assert [(g["kind"], g["layers"], g["bytes_per_page"]) for g in json.loads(out)["groups"]] == [
+        ("latent", "39-77", 39 * 656 * 64), ("indexer", "42-74:4", 9 * 132 * 64)]  # fmt: skip
+    code, out, _ = run(
+        capsys, "layout", "--model", "qwen3.5-397b-a17b", "--engine", "vllm", "--pool", "BLHNC", "--tp", "8"
+    )
+    assert code == 0  # the config says how the engine keeps its states
+    assert "# recurrent, layers 0-56:4: 8002560 bytes per request, 8110080 with padding\n" in out
+    assert "# attention, layers 3-59:4: 15360 bytes per token, 8110080 bytes per page of 528\n" in out
+    code, out, _ = run(
+        capsys, "layout", "fp8,scale=block", "--model", "kimi-linear-48b-a3b", "--pages", "4", "--requests", "2"
+    )
+    assert [g.pages for g in decode(out.encode(), format="toml").groups] == [2, 4]
 
 
 def test_check_and_explain_take_engines_flags_on_either_side(capsys: pytest.CaptureFixture[str]) -> None:
@@ -170,7 +192,7 @@ def test_check_and_explain_take_engines_flags_on_either_side(capsys: pytest.Capt
         (("layout", "--engine", "tgi"), "engine: no preset for 'tgi'; choose vllm, sglang"),
         (("layout", "--engine", "sglang", "--kv-cache-dtype", "fp4"), "dtype: no preset for 'fp4'; choose auto"),
         (("layout", "--engine", "sglang", "bf16"), "give 'bf16' or --engine, not both"),
-        (("layout", "bf16", "--pool", "hnd"), "--pool, --page-size, --kv-cache-dtype and --model-dtype need --engine"),
+        (("layout", "bf16", "--pool", "hnd"), "--pool: needs --engine"),
         (("check", "engine:sglang,pool=x", "bf16"), "engine:sglang,pool=x: pool: no preset for 'x'; choose nhd"),
         (("check", "bf17", "bf16"), "cannot read 'bf17'; the parts of a short form are"),
         (("check", "no.toml", "bf16"), "no.toml: cannot be read: No such file or directory"),

@@ -28,6 +28,24 @@ _LAYOUT_HELP = (
     "engine:sglang,pool=hnd,page=64,dtype=fp8_e4m3,tp=8,rank=3"
 )
 _MODEL_HELP = "model of short forms and engines: a Hugging Face folder, a config.json, or a shipped name (see `regauge layout --list`)"
+_ENGINE_WORDS = {
+    "pool": "how the engine's pools lie; a wrong name lists the choices",
+    "kv-cache-dtype": "as the engine's flag; default auto",
+    "model-dtype": "what auto stands for; default: as the model's config says",
+    "ssm-dtype": "of recurrent states; default: as the model's config says, or the engine's",
+    "record": "packed or raw: of the two formats of 8-bit latents of sparse attention",
+    "platform": "cuda, musa, gfx94x, gfx95x or cpu: what an fp8 flag means",
+}
+_ENGINE_NUMBERS = {
+    "page-size": "tokens per page of the engine; default: the engine's",
+    "tp": "tensor-parallel size, default 1",
+    "pp": "pipeline-parallel size, default 1",
+    "pp-rank": "pipeline stage, default 0",
+    "cp": "ranks of decode context parallelism, default 1",
+    "stripe": "tokens per stripe of context parallelism, default 1",
+    "pages": "pages in each pool; none (default): symbolic",
+    "requests": "records in the pools of recurrent states; none (default): symbolic",
+}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -69,16 +87,12 @@ def _parser() -> argparse.ArgumentParser:
     layout = verb("layout", "print a layout as TOML, with its bytes per token and page")
     layout.add_argument("form", metavar="LAYOUT", nargs="?", help=_LAYOUT_HELP)
     layout.add_argument("--model", default="smollm2-135m-instruct", help=_MODEL_HELP + "; default %(default)s")
-    layout.add_argument("--engine", metavar="NAME", help="the pool of vllm or sglang, from the flags below")
-    layout.add_argument("--pool", metavar="NAME", help="how the engine's pool lies; a wrong name lists the choices")
-    layout.add_argument("--page-size", type=int, help="tokens per page of the engine; default: the engine's")
-    layout.add_argument("--kv-cache-dtype", metavar="NAME", help="as the engine's flag; default auto")
-    layout.add_argument(
-        "--model-dtype", metavar="NAME", help="what auto stands for; default: as the model's config says"
-    )
-    layout.add_argument("--tp-rank", "--rank", type=int, default=0, help="tensor-parallel rank, default 0")
-    layout.add_argument("--tp", type=int, default=1, help="tensor-parallel size, default 1")
-    layout.add_argument("--pages", type=int, default=0, help="pages in the pool; 0 (default): symbolic")
+    layout.add_argument("--engine", metavar="NAME", help="the pools of vllm or sglang, from the flags below")
+    for name, text in _ENGINE_WORDS.items():
+        layout.add_argument(f"--{name}", metavar="NAME", help=text)
+    layout.add_argument("--tp-rank", "--rank", dest="rank", type=int, help="tensor-parallel rank, default 0")
+    for name, text in _ENGINE_NUMBERS.items():
+        layout.add_argument(f"--{name}", type=int, metavar="N", help=text)
     layout.add_argument("--list", action="store_true", help="list the shipped models")
     _bench_arguments(verb("bench", "measure what a conversion does to a model's answers, or what moving costs here"))
     verb("version", "print the version")
@@ -172,11 +186,12 @@ def _pair(options: argparse.Namespace) -> tuple[Layout, Layout]:
 
 
 def _load(text: str, name: str) -> Layout:
-    from regauge.layout.presets import load_layout, load_model, load_model_dtype
+    from regauge.layout.presets import load_layout, load_model, load_model_dtype, load_state_dtype
 
     if text.endswith((".toml", ".json")):  # it says its model itself
         return load_layout(text, None)
-    return load_layout(text, load_model(name), model_dtype=load_model_dtype(name))
+    model_dtype, ssm_dtype = load_model_dtype(name), load_state_dtype(name)
+    return load_layout(text, load_model(name), model_dtype=model_dtype, ssm_dtype=ssm_dtype)
 
 
 def _check(options: argparse.Namespace) -> int:
@@ -202,43 +217,46 @@ def _explain(options: argparse.Namespace) -> int:
 
 def _chosen(options: argparse.Namespace) -> Layout:
     """The layout that `regauge layout` is asked for: by its engine's flags, as a file, or as a short form."""
-    from regauge.layout.engines import PREFIX, engine_layout
-    from regauge.layout.presets import from_short, load_model, load_model_dtype
+    from regauge.layout.engines import PREFIX, Flags, engine_layout
+    from regauge.layout.presets import from_short, load_model, load_model_dtype, load_state_dtype
     from regauge.layout.spec import Shard
 
-    flags = (options.pool, options.page_size, options.kv_cache_dtype, options.model_dtype)
+    names = ["rank", *(n.replace("-", "_") for n in (*_ENGINE_WORDS, *_ENGINE_NUMBERS))]
+    given = {n: getattr(options, n) for n in names if getattr(options, n) is not None}
     if options.engine is not None:
         if options.form is not None:
             raise ConfigError(f"give {options.form!r} or --engine, not both")
-        return engine_layout(
-            options.engine, load_model(options.model), tp=options.tp, rank=options.tp_rank, page_size=options.page_size,
-            kv_cache_dtype=options.kv_cache_dtype or "auto", pool=options.pool, pages=options.pages,
-            model_dtype=options.model_dtype or load_model_dtype(options.model))  # fmt: skip
-    if any(flag is not None for flag in flags):
-        raise ConfigError("--pool, --page-size, --kv-cache-dtype and --model-dtype need --engine")
+        dtypes = {"model_dtype": load_model_dtype(options.model), "ssm_dtype": load_state_dtype(options.model)}
+        return engine_layout(options.engine, load_model(options.model), Flags(**dtypes | given))
+    own = {"rank", "tp", "pages", "requests"}
+    if alien := [n for n in given if n not in own]:
+        raise ConfigError(f"{', '.join('--' + n.replace('_', '-') for n in alien)}: needs --engine")
     if options.form is None:
         raise ConfigError("name a layout, or use --list for the shipped models")
     if options.form.endswith((".toml", ".json")) or options.form.startswith(PREFIX):
         return _load(options.form, options.model)
-    shard = Shard(options.tp_rank, options.tp)
-    return from_short(options.form, load_model(options.model), shard=shard, pages=options.pages)
+    shard = Shard(given.get("rank", 0), given.get("tp", 1))
+    return from_short(options.form, load_model(options.model), shard=shard, pages=given.get("pages", 0),
+                      requests=given.get("requests"))  # fmt: skip
 
 
 def _layout(options: argparse.Namespace) -> int:
     from regauge.layout import files
     from regauge.layout.presets import shipped_models
+    from regauge.layout.summary import summarize
     from regauge.layout.view import bytes_per_token
 
     if options.list:
         return _print_json(shipped_models()) if options.json else print("\n".join(shipped_models())) or 0
     layout = _chosen(options)
-    per_token = bytes_per_token(layout)
+    per_token, groups = bytes_per_token(layout), summarize(layout)
     if options.json:
         plain = json.loads(files.encode(layout, format="json"))
-        return _print_json({"layout": plain, "bytes_per_token": per_token, "digest": layout.digest()})
+        return _print_json({"layout": plain, "bytes_per_token": per_token, "groups": [asdict(g) for g in groups],
+                            "digest": layout.digest()})  # fmt: skip
     sys.stdout.write(files.encode(layout, format="toml").decode())
-    pages = ", ".join(f"{per_token * g.page_size:.0f} bytes per page of {g.page_size}" for g in layout.groups)
-    print(f"\n# {per_token:.0f} bytes per token, {pages}\n# digest {layout.digest()}")
+    print("\n" + "\n".join(f"# {group.text()}" for group in groups))
+    print(f"# {per_token:.0f} bytes per token in all\n# digest {layout.digest()}")
     return 0
 
 

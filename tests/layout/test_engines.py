@@ -9,7 +9,7 @@ import pytest
 
 from regauge.errors import LayoutError, PresetError
 from regauge.layout.dtypes import DTYPES
-from regauge.layout.engines import Engine, engine_layout, from_engine_form
+from regauge.layout.engines import Flags, engine_layout, from_engine_form
 from regauge.layout.presets import attention_model, load_layout, load_model, load_model_dtype, shipped_models
 from regauge.layout.spec import Array, Component, Layout, Model, Shard
 from regauge.layout.view import Int64, bytes_per_token, check_memory, component_view, region_sizes
@@ -45,18 +45,18 @@ DTYPE_FLAGS = {"sglang": ("auto", "bfloat16", "fp8_e4m3", "fp8_e5m2"), "vllm": (
 
 
 def flags_of(engine: str, pool: str) -> tuple[str, ...]:
-    special = {"vectorized_5d": ("auto", "bfloat16", "float8_e4m3fn"), "cpu": ("auto", "bfloat16"),
-               "B2NHC": (*DTYPE_FLAGS["vllm"], "fp8_per_token_head")}  # fmt: skip
-    return special.get(pool, DTYPE_FLAGS[engine])
+    special = {"vectorized_5d": ("auto", "bfloat16", "fp8_e4m3"), "cpu": ("auto", "bfloat16")}
+    rows = ("fp8_per_token_head",) if engine == "vllm" else ()
+    return special.get(pool, (*DTYPE_FLAGS[engine], *rows))
 
 
 COMBINATIONS = [(e, p, f) for e, p in POOLS for f in flags_of(e, p)]
 
 
 def make(engine: str, pool: str | None, flag: str = "auto", model: Model = MODEL, **more: object) -> Layout:
-    known: Engine = "vllm" if engine == "vllm" else "sglang"
-    options = {"model_dtype": "bfloat16", "pages": PAGES, **more}
-    return engine_layout(known, model, pool=pool, kv_cache_dtype=flag, **options)  # type: ignore[arg-type]
+    platform = "gfx95x" if pool == "vectorized_5d" else "cuda"  # the pool is ROCm's
+    options = {"model_dtype": "bfloat16", "pages": PAGES, "platform": platform, **more}
+    return engine_layout(engine, model, Flags(pool=pool, kv_cache_dtype=flag, **options))  # type: ignore[arg-type]
 
 
 def where(layout: Layout, c: Component) -> tuple[Int64, tuple[str, ...]]:
@@ -125,7 +125,9 @@ def test_device_pools_lie_as_their_tensors(engine: str, pool: str, flag: str) ->
             assert np.array_equal(got[layer], want)
 
 
-@pytest.mark.parametrize(("engine", "pool", "flag"), [c for c in COMBINATIONS if c[:2] in WHOLE])
+@pytest.mark.parametrize(
+    ("engine", "pool", "flag"), [c for c in COMBINATIONS if c[:2] in WHOLE and c[2] != "fp8_per_token_head"]
+)
 def test_pools_of_all_layers_lie_as_their_tensor(engine: str, pool: str, flag: str) -> None:
     axes, default = WHOLE[engine, pool]
     for page in (default, 32):
@@ -136,6 +138,27 @@ def test_pools_of_all_layers_lie_as_their_tensor(engine: str, pool: str, flag: s
             got, regions = where(layout, c)
             assert set(regions) == {"kv"}
             assert np.array_equal(got, own)
+
+
+@pytest.mark.parametrize("pool", ["LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"])
+def test_rows_of_k_and_v_each_end_in_their_scale(pool: str) -> None:
+    """[K | K's scale | V | V's scale] per head and token."""
+    layout = make("vllm", pool, "fp8_per_token_head")
+    group, row = layout.groups[0], 2 * (DIM + 4)
+    axes = WHOLE["vllm", pool][0].replace("2d", "d")
+    sizes = {"l": LAYERS, "b": PAGES, "p": group.page_size, "h": HEADS, "d": row}
+    shape = [sizes[x] for x in axes.split()]
+    cells = canonical(np.arange(np.prod(shape)).reshape(shape), axes, group.page_size)
+    for index, c in enumerate(group.components):
+        first = index * (DIM + 4)
+        assert np.array_equal(where(layout, c)[0], cells[..., first : first + DIM])
+        assert c.scale is not None
+        assert (c.scale.per, c.scale.rule, c.scale.floor) == ("token_head", "reciprocal", 1e-6)
+        view = scale_view(group, c)
+        layers = np.arange(LAYERS)[:, None, None, None] * view.layer_stride
+        pages = np.arange(PAGES)[:, None, None] * view.page_stride
+        got = view.offset + layers + pages + view.token[:, None] + view.head
+        assert np.array_equal(got, cells[..., first + DIM])
 
 
 @pytest.mark.parametrize("flag", flags_of("vllm", "B2NHC"))
@@ -172,11 +195,11 @@ def test_cpu_blocks_hold_k_transposed_then_v() -> None:
 
 
 def test_eight_bit_caches_have_one_constant_scale_per_tensor() -> None:
-    for engine, pool in (("sglang", "nhd"), ("vllm", "LBNHC")):
+    for engine, pool, rule in (("sglang", "nhd", "divide_source"), ("vllm", "LBNHC", "divide")):
         for c in make(engine, pool, "fp8_e4m3").groups[0].components:
             assert c.dtype == "float8_e4m3fn"
             assert c.scale is not None
-            assert (c.scale.per, c.scale.values, c.scale.at, c.scale.rule) == ("tensor", 1.0, None, "divide")
+            assert (c.scale.per, c.scale.values, c.scale.at, c.scale.rule) == ("tensor", 1.0, None, rule)
         assert make(engine, pool).groups[0].components[0].scale is None
 
 
@@ -247,11 +270,22 @@ def test_ranks_of_unequal_tp_fit_together(flag: str) -> None:
         ({"engine": "vllm", "pool": None}, "^pool: vLLM's pool depends on the attention backend .* LBHNC"),
         ({"engine": "sglang", "flag": "fp8"}, "^dtype: no preset for 'fp8'; choose auto, bf16, .* fp8_e4m3"),
         ({"engine": "vllm", "pool": "LBNHC", "flag": "nvfp4"}, "^dtype: .* choose auto, float16, .* fp8_per_token_head"),
-        ({"engine": "vllm", "pool": "LBNHC", "flag": "fp8_per_token_head"}, "^dtype: .* describe it in a file"),
+        ({"engine": "vllm", "pool": "LBNHC", "flag": "fp8_per_token_head", "platform": "gfx94x"}, "^dtype: .* amax / 224"),
+        ({"engine": "vllm", "pool": "LBNHC", "flag": "fp8_e5m2", "platform": "gfx95x"}, "^dtype: .* or use fp8"),
+        ({"engine": "vllm", "pool": "LBNHC", "flag": "fp8_ds_mla"}, "^dtype: fp8_ds_mla is for models with an indexer"),
+        ({"engine": "sglang", "platform": "npu"}, "^platform: no preset for 'npu'; choose cuda, gfx94x"),
+        ({"engine": "sglang", "flag": "fp8_e5m2", "platform": "cpu"}, "^dtype: SGLang has no fp8_e5m2 on CPU"),
+        ({"engine": "sglang", "record": "packed"}, "^record: only 8-bit latents of a model with an indexer"),
+        ({"engine": "vllm", "pool": "LBNHC", "record": "wide"}, "^record: 'wide': choose packed or raw"),
+        ({"engine": "sglang", "tp": 4, "cp": 3}, "^cp: 3 ranks .* the 4 tensor-parallel ranks"),
+        ({"engine": "sglang", "tp": 4, "cp": 2}, "^cp: SGLang shares tokens .* MLA"),
+        ({"engine": "vllm", "pool": "LBNHC", "tp": 4, "cp": 4}, "^cp: 4 ranks hold 2 copies of each head of k: 4 of them"),
+        ({"engine": "sglang", "pp": 3}, "^pp: 3 stages for 2 layers"),
+        ({"engine": "vllm", "pool": "LBNHC", "pp": 3}, "^pp: 3 stages for 2 layers"),
+        ({"engine": "sglang", "pp": 2, "pp_rank": 2}, "^pp-rank: there is no rank 2 of 2"),
         ({"engine": "vllm", "pool": "cpu", "flag": "fp8"}, "^dtype: vLLM's CPU cache has the model's dtype, bfloat16"),
         ({"engine": "vllm", "pool": "cpu", "flag": "float16"}, "^dtype: .* and not float16: use auto"),
-        ({"engine": "sglang", "pool": "vectorized_5d", "flag": "fp8_e4m3"}, "^dtype: .* gfx94x .* write float8_e4m3fn"),
-        ({"engine": "sglang", "pool": "vectorized_5d", "flag": "fp8_e5m2"}, "^dtype: "),
+        ({"engine": "sglang", "pool": "vectorized_5d", "flag": "fp8_e4m3", "platform": "cuda"}, "^platform: .* say platform=gfx94x"),
         ({"engine": "sglang", "pool": "nhd", "model_dtype": ""}, "^model-dtype: auto stands for the model's dtype"),
         ({"engine": "sglang", "pool": "nhd", "model_dtype": "fp8"}, "^model-dtype: 'fp8' is no dtype to compute in"),
         ({"engine": "sglang", "pool": "vectorized_5d", "page_size": 12}, "^page: 12 tokens; .* multiples of 8"),
@@ -267,7 +301,7 @@ def test_what_has_no_preset_names_the_flag_and_its_choices(arguments: dict[str, 
 
 def test_an_unknown_engine_and_unlike_head_dims_are_refused() -> None:
     with pytest.raises(PresetError, match="engine: no preset for 'tgi'; choose vllm, sglang"):
-        engine_layout("tgi", MODEL, pool="nhd")  # type: ignore[arg-type]
+        engine_layout("tgi", MODEL, Flags(pool="nhd"))
     unlike = attention_model("m", 2, Array(2, 32), Array(2, 16))
     with pytest.raises(PresetError, match="pool: LBNHC holds K and V of one head dim"):
         make("vllm", "nhd", model=unlike)
@@ -291,7 +325,7 @@ def test_an_engines_flags_are_a_form_of_a_layout() -> None:
     ("text", "message"),
     [
         ("engine:tgi", "engine: no preset for 'tgi'; choose vllm, sglang"),
-        ("engine:sglang,hnd", "cannot read 'hnd'; after the engine come pool=..., page=..."),
+        ("engine:sglang,hnd", "cannot read 'hnd'; after the engine come pool=..., dtype=..."),
         ("engine:sglang,colour=red", "cannot read 'colour=red'"),
         ("engine:sglang,page=1,page=2", "page is given twice"),
         ("engine:sglang,page=x", "page: 'x' is no number"),
@@ -304,12 +338,56 @@ def test_a_form_that_cannot_be_read_says_which_part(text: str, message: str) -> 
         load_layout(text, MODEL, model_dtype="bfloat16")
 
 
-@pytest.mark.parametrize("name", shipped_models())
+@pytest.mark.parametrize(
+    ("engine", "platform", "flag", "dtype"),
+    [
+        ("sglang", "cuda", "fp8_e4m3", "float8_e4m3fn"), ("sglang", "musa", "fp8_e4m3", "float8_e4m3fn"),
+        ("sglang", "gfx94x", "fp8_e4m3", "float8_e4m3fnuz"), ("sglang", "gfx94x", "fp8_e5m2", "float8_e4m3fnuz"),
+        ("sglang", "gfx95x", "fp8_e5m2", "float8_e4m3fn"), ("vllm", "gfx94x", "fp8", "float8_e4m3fnuz"),
+        ("vllm", "gfx95x", "fp8_e4m3", "float8_e4m3fn"),
+    ],
+)  # fmt: skip
+def test_one_name_is_another_type_on_another_platform(engine: str, platform: str, flag: str, dtype: str) -> None:
+    layout = make(engine, "nhd", flag, platform=platform)
+    assert {c.dtype for c in layout.groups[0].components} == {dtype}
+
+
+def test_musa_starts_with_pages_of_64() -> None:
+    assert make("sglang", "nhd", platform="musa").groups[0].page_size == 64
+
+
+@pytest.mark.parametrize(("engine", "sizes"), [("sglang", [7, 7, 8, 8]), ("vllm", [7, 8, 8, 7])])
+def test_pipeline_stages_are_the_engines(engine: str, sizes: list[int]) -> None:
+    """30 layers over 4 stages: SGLang gives the last stages one more, vLLM those before the last."""
+    deep = attention_model("m", 30, Array(2, DIM))
+    stages = [make(engine, "nhd", model=deep, pp=4, pp_rank=stage) for stage in range(4)]
+    assert [len(x.groups[0].layer_ids) for x in stages] == sizes
+    assert [i for x in stages for i in x.groups[0].layer_ids] == list(range(30))
+    assert [x.shard.pp_rank for x in stages] == [0, 1, 2, 3]
+
+
+def test_neighbours_that_share_tokens_hold_the_same_heads() -> None:
+    """vLLM, TP 8 with 2 KV heads, decode context parallelism 2 with stripes of 4."""
+    held = {}
+    for rank in range(8):
+        layout = make("vllm", "LBNHC", tp=8, rank=rank, cp=2, stripe=4)
+        held[rank] = (*layout.heads(layout.groups[0], layout.groups[0].components[0]), layout.shard.cp_rank)
+        assert (layout.shard.cp_size, layout.shard.cp_stripe, layout.shard.tp_size) == (2, 4, 4)
+    assert held == {0: (0, 0), 1: (0, 1), 2: (0, 0), 3: (0, 1), 4: (1, 0), 5: (1, 1), 6: (1, 0), 7: (1, 1)}
+
+
+@pytest.mark.parametrize(
+    "name", [n for n in shipped_models() if n != "minimax-text-01"]
+)  # neither engine serves it now
 def test_every_shipped_model_has_an_engine_layout(name: str) -> None:
     model = load_model(name)
+    expected = sum(
+        a.heads * a.dim * 2 * len(s.layer_ids) for s in model.states if s.kind != "recurrent" for a in s.arrays.values()
+    )
+    pooled = sum(len(s.layer_ids) for s in model.states if s.kind == "indexer") * (132 - 256)  # 8-bit keys with a scale
     for engine, pool in (("sglang", "nhd"), ("vllm", "hnd")):
-        layout = make(engine, pool, model=model, model_dtype=load_model_dtype(name), pages=2)
-        check_memory(layout)
-        assert bytes_per_token(layout) == model.num_layers * sum(
-            a.heads * a.dim * 2 for a in model.states[0].arrays.values()
-        )
+        layout = make(engine, pool, model=model, model_dtype=load_model_dtype(name), ssm_dtype="float32", pages=2)
+        assert bytes_per_token(layout) == expected + pooled
+        assert {(g.kind, x) for g in layout.groups for x in g.layer_ids} == {
+            (s.kind, x) for s in model.states for x in s.layer_ids
+        }

@@ -1,38 +1,53 @@
-"""From a config.json and a short form to a layout."""
+"""Short forms: every kind of state, in the order, grouping and scaling that their parts say."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 
-from regauge.errors import LayoutError, PresetError
-from regauge.layout.presets import (
-    attention_model,
-    from_short,
-    load_model,
-    load_model_dtype,
-    model_from_config,
-    shipped_models,
-)
-from regauge.layout.spec import Array, Rope, Shard
+from regauge.errors import LayoutError
+from regauge.layout.models import attention_model, load_model, model_from_config, shipped_models
+from regauge.layout.presets import from_short, load_layout, with_pages
+from regauge.layout.spec import Array, Shard
 from regauge.layout.view import bytes_per_token, check_memory
+from regauge.plan import check
 
-CONFIG = {
-    "num_hidden_layers": 2,
-    "hidden_size": 64,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "rope_theta": 1e4,
+MODEL = attention_model("m", 2, Array(2, 8))
+MLA = {
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "kv_lora_rank": 48,
+    "qk_rope_head_dim": 8,
+    "index_head_dim": 16,
 }
+LINEAR = {"full_attn_layers": [4], "kda_layers": [1, 2, 3], "num_heads": 2, "head_dim": 4, "short_conv_kernel_size": 4}
+SPARSE = model_from_config(MLA, name="sparse")
+HYBRID = model_from_config({**MLA, "index_head_dim": 0, "linear_attn_config": LINEAR}, name="hybrid")
+WINDOW = model_from_config(
+    {"num_hidden_layers": 4, "num_attention_heads": 2, "head_dim": 8, "sliding_window": 4, "sliding_window_pattern": 2}, name="window")  # fmt: skip
 
 
 @pytest.mark.parametrize("name", shipped_models())
 def test_every_shipped_model_makes_layouts(name: str) -> None:
-    layout = from_short("bf16", load_model(name), pages=2)
-    check_memory(layout)
-    assert layout.model.name == name
+    model = load_model(name)
+    for text in ("bf16", "fp8_e4m3,page=64,hnd,scale=block,page-first"):
+        layout = from_short(text, model, pages=2)
+        assert layout.model.name == name
+        assert {(g.kind, x) for g in layout.groups for x in g.layer_ids} == {
+            (s.kind, x) for s in model.states for x in s.layer_ids
+        }
+    assert check(from_short("bf16", model), from_short("bf16,hnd,page=32", model)).path == "REMAP"
+
+
+@pytest.mark.parametrize("model", [MODEL, SPARSE, HYBRID, WINDOW])
+@pytest.mark.parametrize(
+    "text",
+    ["bf16", "bf16,fused", "fp32,kt,page=4,fused,page-first", "fp8,scale=block", "fp8,hnd,scale=token_head,fused",
+     "int8,scale=head", "fp8,kt,scale=block,block=4,rule=divide", "fp16,page-first"],
+)  # fmt: skip
+def test_nothing_overlaps(model: object, text: str) -> None:
+    assert isinstance(model, type(MODEL))
+    for shard in (Shard(), Shard(1, 2)):
+        check_memory(from_short(text, model, shard=shard, pages=3))
 
 
 def test_the_bytes_of_a_token_are_the_models() -> None:
@@ -41,92 +56,7 @@ def test_the_bytes_of_a_token_are_the_models() -> None:
         128 + 4
     )
     assert bytes_per_token(from_short("bf16", load_model("llama-3.1-8b"), shard=Shard(3, 4))) == 2 * 32 * 2 * 128 * 2
-
-
-def test_a_config_gives_the_geometry() -> None:
-    assert model_from_config(CONFIG, name="m") == attention_model("m", 2, Array(2, 8), rope=Rope(1e4, 8))
-    old = {**CONFIG, "rope_scaling": {"type": "linear", "factor": 2.0}}
-    new = {k: v for k, v in CONFIG.items() if k != "rope_theta"} | {
-        "rope_parameters": {"rope_theta": 1e4, "rope_type": "linear", "factor": 2.0}}  # fmt: skip
-    assert model_from_config(old, name="m") == model_from_config(new, name="m")
-    assert model_from_config(old, name="m").states[0].rope == Rope(
-        1e4, 8, scaling='{"factor": 2.0, "rope_type": "linear"}'
-    )
-    assert model_from_config({"text_config": CONFIG}, name="m").states[0].arrays["k"].heads == 2
-    half = model_from_config({**CONFIG, "partial_rotary_factor": 0.5}, name="m").states[0].rope
-    assert half is not None
-    assert half.dim == 4
-    del half
-    assert model_from_config({**CONFIG, "rotary_dim": 6}, name="m").states[0].rope == Rope(
-        1e4, 6
-    )  # as MiniMax writes it
-    without = {k: v for k, v in CONFIG.items() if k not in ("num_key_value_heads", "rope_theta")}
-    assert model_from_config(without, name="m") == attention_model("m", 2, Array(8, 8))
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"num_hidden_layers": "2"}, "config.num_hidden_layers: expected a positive integer, found '2'"),
-        ({"kv_lora_rank": 512}, "config.kv_lora_rank: .* describe the layout in a file"),
-        ({"sliding_window": 4096}, "config.sliding_window: .* describe the layout in a file"),
-    ],
-)
-def test_what_a_preset_cannot_do_is_named(change: dict[str, object], message: str) -> None:
-    with pytest.raises(PresetError, match=message):
-        model_from_config({**CONFIG, **change}, name="m")
-
-
-def test_a_folder_a_file_and_a_name(tmp_path: Path) -> None:
-    folder = tmp_path / "mine"
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    assert load_model(str(folder)) == load_model(str(folder / "config.json"))
-    assert load_model(str(folder)).name == "mine"
-    (folder / "config.json").write_text("{")
-    with pytest.raises(PresetError, match="is not JSON"):
-        load_model(str(folder))
-    (folder / "config.json").write_text("[]")
-    with pytest.raises(PresetError, match="not a JSON object"):
-        load_model(str(folder))
-    with pytest.raises(PresetError, match=r"no shipped model; shipped are .*llama-3\.1-8b"):
-        load_model("no-such-model")
-
-
-@pytest.mark.parametrize(
-    ("name", "token_bytes", "rope_dim"),
-    [
-        ("llama-3.1-70b", 2 * 80 * 8 * 128 * 2, 128),
-        ("qwen3-32b", 2 * 64 * 8 * 128 * 2, 128),
-        ("qwen3-30b-a3b", 2 * 48 * 4 * 128 * 2, 128),
-        ("qwen3-235b-a22b", 2 * 94 * 4 * 128 * 2, 128),
-        ("glm-4.5", 2 * 92 * 8 * 128 * 2, 64),
-        ("glm-4.5-air", 2 * 46 * 8 * 128 * 2, 64),
-        ("minimax-m2", 2 * 62 * 8 * 128 * 2, 64),
-    ],
-)
-def test_the_shipped_geometry(name: str, token_bytes: int, rope_dim: int) -> None:
-    model = load_model(name)
-    assert bytes_per_token(from_short("bf16", model)) == token_bytes
-    rope = model.states[0].rope
-    assert rope is not None
-    assert rope.dim == rope_dim
-    assert load_model_dtype(name) == "bfloat16"
-
-
-def test_the_dtype_a_model_computes_in(tmp_path: Path) -> None:
-    path = tmp_path / "config.json"
-    for config, found in (
-        ({"torch_dtype": "float16"}, "float16"),
-        ({"dtype": "bfloat16"}, "bfloat16"),  # transformers 5
-        ({"text_config": {"torch_dtype": "float32"}}, "float32"),
-        ({}, ""),
-    ):
-        path.write_text(json.dumps(config))
-        assert load_model_dtype(str(path)) == found
-
-
-MODEL = attention_model("m", 2, Array(2, 8))
+    assert bytes_per_token(from_short("fp8_e4m3,scale=block", load_model("deepseek-v3"))) == 61 * (576 + 4 * 4 + 4)
 
 
 def test_short_forms_say_what_they_mean() -> None:
@@ -135,10 +65,47 @@ def test_short_forms_say_what_they_mean() -> None:
     assert (v.at.order, v.at.region) == ("page layer kv head token dim", "kv")
     k, v = from_short("torch.bfloat16", MODEL).groups[0].components
     assert (k.at.order, k.at.region, v.at.region) == ("layer page token head dim", "k", "v")
-    scale = from_short("fp8_e5m2,hnd,scale=token-head", MODEL).groups[0].components[1].scale
+    scale = from_short("fp8_e5m2,hnd,scale=token-head,rule=divide_source", MODEL).groups[0].components[1].scale
     assert scale is not None
     assert scale.at is not None
-    assert (scale.at.order, scale.at.region) == ("layer page head token", "v_scale")
+    assert (scale.at.order, scale.at.region, scale.rule) == ("layer page head token", "v_scale", "divide_source")
+    scale = from_short("fp8,scale=block,block=6", MODEL).groups[0].components[0].scale
+    assert scale is not None
+    assert scale.at is not None
+    assert (scale.block, scale.at.order) == (2, "layer page token head dim")  # 2 is what of 6 divides a head of 8
+
+
+def test_latents_lie_apart_or_in_one_row() -> None:
+    latent, rope = from_short("bf16,page=4", SPARSE).groups[0].components
+    assert (latent.at.order, latent.at.region, rope.at.region) == ("layer page token dim", "latent", "rope")
+    latent, rope = from_short("bf16,page=4,fused,hnd", SPARSE).groups[0].components
+    assert (latent.at.region, rope.at.region, rope.at.offset) == ("latent", "latent", 96)
+    assert latent.at.strides == rope.at.strides == {"token": 112}
+    group = from_short("fp8,scale=block", SPARSE).groups[1]
+    assert (group.kind, group.component("index_k").at.region) == ("indexer", "index_k")
+
+
+def test_recurrent_states_have_a_dtype_of_their_own() -> None:
+    group = from_short("fp8,scale=token_head", HYBRID, pages=3, requests=5).groups[0]
+    assert (group.kind, group.page_size, group.pages) == ("recurrent", 1, 5)
+    assert [c.dtype for c in group.components] == ["bfloat16"] * 3 + ["float32"]
+    assert {c.at.order for c in group.components} == {"layer page head dim"}
+    assert [c.at.region for c in group.components] == ["conv_q", "conv_k", "conv_v", "ssm_state"]
+    group = from_short("fp16,state=bf16", HYBRID, pages=3).groups[0]
+    assert [c.dtype for c in group.components] == ["float16"] * 3 + ["bfloat16"]
+    assert group.pages == 3
+
+
+def test_states_with_the_same_arrays_have_regions_of_their_own() -> None:
+    window, full = from_short("bf16", WINDOW).groups
+    assert [c.at.region for c in window.components] == ["k", "v"]
+    assert [c.at.region for c in full.components] == ["attention1_k", "attention1_v"]
+
+
+def test_a_pool_for_so_many_tokens_and_requests() -> None:
+    layout = with_pages(from_short("bf16,page=24", HYBRID), 100, requests=7)
+    assert [(g.kind, g.pages) for g in layout.groups] == [("recurrent", 7), ("latent", 5)]
+    assert with_pages(from_short("bf16,page=24", HYBRID, pages=3), 100).groups[0].pages == 3
 
 
 @pytest.mark.parametrize(
@@ -146,12 +113,17 @@ def test_short_forms_say_what_they_mean() -> None:
     [
         ("bf16,page=0", "page=0 is not a number of tokens"),
         ("bf16,page=x", "page=x is not"),
+        ("bf16,page=70000", "page=70000 is not"),
+        ("fp8,scale=block,block=0", "block=0 is not a number of elements"),
         ("page=16", "names a dtype"),
         ("bf16,nhd,hnd", "order is given twice"),
         ("bf16,fp16", "dtype is given twice"),
+        ("fp8,scale=head,scale=head", "scale is given twice"),
         ("bf17", "cannot read 'bf17'; the parts of a short form are fp32"),
         ("bf16,scale=head", "bfloat16 needs no scale"),
-        ("fp8,scale=row", "choose none, tensor, head or token_head"),
+        ("fp8,scale=row", "choose tensor, head, token_head, block, none"),
+        ("fp8,rule=floor", "rule=floor: choose reciprocal, divide, divide_source"),
+        ("bf16,state=fp8", "state=float8_e4m3fn: choose float32, bfloat16, float16"),
         ("bf16,colour=red", "cannot read 'colour=red'"),
     ],
 )
@@ -165,6 +137,11 @@ def test_k_and_v_of_unlike_size_do_not_share_a_tensor() -> None:
     check_memory(from_short("bf16", unlike, pages=2))
     with pytest.raises(LayoutError, match="cannot share one tensor"):
         from_short("bf16,fused", unlike)
+
+
+def test_a_form_needs_a_model() -> None:
+    with pytest.raises(LayoutError, match="bf16: is a short form, which needs a model"):
+        load_layout("bf16", None)
 
 
 @pytest.mark.parametrize(

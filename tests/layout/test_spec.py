@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import msgspec
 import pytest
 from hypothesis import given, settings
@@ -142,3 +144,12 @@ def test_the_digest_tells_layouts_apart_but_not_addresses() -> None:
 @pytest.mark.parametrize(("size", "rank", "heads"), [(1, 0, [0, 1, 2, 3]), (2, 1, [2, 3]), (4, 2, [2]), (8, 5, [2])])
 def test_ranks_share_or_replicate_heads(size: int, rank: int, heads: list[int]) -> None:
     assert list(Shard(rank, size).heads(4)) == heads
+
+
+def test_a_default_that_is_written_out_changes_no_digest() -> None:
+    plain = json.loads(encode(from_short("fp8,scale=token_head", MODEL), format="json"))
+    for component in plain["groups"][0]["components"]:
+        component["scale"] |= {"floor": 2.0**-126, "pow2": False, "dtype": "float32"}
+    written = decode(json.dumps(plain).encode(), format="json")
+    assert written.digest() == from_short("fp8,scale=token_head", MODEL).digest()
+    assert written.model.identity() == MODEL.identity()

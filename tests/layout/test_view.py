@@ -14,6 +14,7 @@ from regauge.layout.spec import Array, Component, Group, Layout, Placement, Scal
 from regauge.layout.validate import validate
 from regauge.layout.view import bytes_per_token, check_memory, component_view, region_sizes, scale_view
 from strategies import EIGHT_BIT, FLOATS, layouts, models
+from tensors import where
 
 MODEL = attention_model("m", 2, Array(2, 8))
 
@@ -108,6 +109,30 @@ def test_strides_that_collide_are_found() -> None:
     both = component("layer page token head dim"), component("layer page token head dim", "v", offset=64)
     with pytest.raises(LayoutError, match="elements of k and v overlap"):
         check_memory(Layout(MODEL, [group(*both)]))
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_overlaps_are_those_of_single_bytes(data: st.DataObject) -> None:
+    """K and V with any strides and offset: refused if and only if some byte belongs to two elements."""
+    axes = ["layer", "page", *data.draw(st.permutations(["token", "head", "dim"]))]
+    made = []
+    for name in ("k", "v"):
+        strides = {
+            axis: data.draw(st.sampled_from([2, 16, 24, 32, 128, 256]))
+            for axis in axes
+            if data.draw(st.integers(0, 3)) == 0
+        }
+        offset = data.draw(st.sampled_from([0, 2, 16, 128, 256, 100_000]))
+        made.append(component(" ".join(axes), name, strides=strides, offset=offset))
+    g = group(*made, pages=2)
+    taken = np.concatenate([(where(g, c.name).ravel()[:, None] + np.arange(2)).ravel() for c in made])
+    try:
+        check_memory(Layout(MODEL, [g]))
+        sound = True
+    except LayoutError:
+        sound = False
+    assert sound == (len(np.unique(taken)) == len(taken))
 
 
 def test_a_page_too_large_to_check_is_refused_before_it_costs_memory() -> None:

@@ -1,183 +1,170 @@
-"""Layouts from what an engineer has at hand: a Hugging Face `config.json` and a short form such as `fp8_e4m3,page=64,hnd`.
+"""Layouts from what an engineer has at hand: a model and a short form such as `fp8_e4m3,page=64,hnd`.
 
 Short form, comma-separated, in any order:
 
 | part | meaning | default |
 |---|---|---|
-| dtype | `bf16`, `fp16`, `fp32`, `fp8_e4m3`, `fp8_e4m3fnuz`, `fp8_e5m2`, `int8` or torch's name | required |
+| dtype | `bf16`, `fp16`, `fp32`, `fp8_e4m3`, `fp8_e4m3fnuz`, `fp8_e5m2`, `int8` or torch's name | required, unless records hold everything |
 | `page=N` | tokens per page | 16 |
 | `nhd` `hnd` `kt` | page is token-head-dim; head-token-dim; as `hnd` with K transposed to head-dim-token | `nhd` |
-| `split` `fused` | K and V in two tensors, or in one with a `kv` axis outside the page's own | `split` |
+| `split` `fused` | K and V in two tensors, or in one with a `kv` axis outside the page's own; latent and rotated part alike, or in one row | `split` |
 | `layer-first` `page-first` | which of the two is outermost in memory | `layer-first` |
-| `scale=none` `scale=tensor` `scale=head` `scale=token_head` | float32 factors of an 8-bit cache | `none` |
+| `scale=none` `tensor` `head` `token_head` `block` | float32 factors of an 8-bit cache | `none` |
+| `block=N` | elements per scale of `scale=block`; where they do not divide a head, the largest part that does | 128 |
+| `rule=reciprocal` `divide` `divide_source` | how codes are made of values | `reciprocal` |
+| `record:NAME` | pages of a packed record, for the kind of state that it holds: see `regauge.layout.records` | none |
+| `state=fp32` `bf16` `fp16` | dtype of recurrent states; their convolutions' inputs have the form's dtype, bfloat16 if that is of 8 bits | `fp32` |
 
+Every kind of state that the model keeps gets a group of its own, each array a region of its own unless fused.
 An engine's flags are a form of their own, `engine:sglang,pool=hnd,page=64`: see `regauge.layout.engines`.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from importlib import resources
+from dataclasses import dataclass
+from math import gcd
 from pathlib import Path
-from typing import Any
+from typing import get_args
 
 import msgspec
 
-from regauge.errors import LayoutError, PresetError
+from regauge.errors import LayoutError
 from regauge.layout.dtypes import ALIASES, DTYPES, canonical
-from regauge.layout.engines import PREFIX, attention_arrays, from_engine_form
+from regauge.layout.engines import PREFIX, from_engine_form
 from regauge.layout.files import decode
-from regauge.layout.spec import Array, Component, Group, Layout, Model, Per, Placement, Rope, Scale, Shard, State
+from regauge.layout.models import (
+    attention_model,
+    load_model,
+    load_model_dtype,
+    load_state_dtype,
+    model_from_config,
+    shipped_models,
+)
+from regauge.layout.records import RECORDS, record_components
+from regauge.layout.spec import Component, Group, Layout, Model, Per, Placement, Rule, Scale, Shard, State
 from regauge.layout.validate import validate
 from regauge.layout.view import check_memory
+
+__all__ = [
+    "attention_model",
+    "from_short",
+    "load_layout",
+    "load_model",
+    "load_model_dtype",
+    "load_state_dtype",
+    "model_from_config",
+    "shipped_models",
+    "with_pages",
+]
 
 _PAGE_AXES = {
     "nhd": ("token head dim", "token head dim"),
     "hnd": ("head token dim", "head token dim"),
     "kt": ("head dim token", "head token dim"),
 }
+_RECORD = "record:"
 
 
-def model_from_config(config: Mapping[str, Any], *, name: str, revision: str = "") -> Model:
-    """Build the model part from a Hugging Face config. Raises PresetError naming the key that is missing or unsupported."""
-    config = config.get("text_config", config)
-    for key in ("kv_lora_rank", "linear_num_value_heads", "sliding_window_pattern"):
-        if config.get(key):
-            raise PresetError(
-                "this kind of attention state has no preset; describe the layout in a file", path=f"config.{key}"
-            )
-    if config.get("sliding_window") and config.get("use_sliding_window", True):
-        raise PresetError(
-            "sliding-window layers have no preset; describe the layout in a file", path="config.sliding_window"
-        )
-    heads = _integer(config, "num_attention_heads")
-    head_dim = config.get("head_dim") or _integer(config, "hidden_size") // heads
-    layers = _integer(config, "num_hidden_layers")
-    kv = Array(int(config.get("num_key_value_heads") or heads), int(head_dim))
-    rope = _rope(config, int(head_dim))
-    return attention_model(name, layers, kv, rope=rope, revision=revision)
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """A short form, read. An empty dtype: records hold everything."""
+
+    dtype: str = ""
+    page: int = 16
+    order: str = "nhd"
+    fused: bool = False
+    outer: str = "layer page"
+    per: Per | None = None
+    block: int = 128
+    rule: Rule = "reciprocal"
+    records: tuple[str, ...] = ()
+    state: str = "float32"
 
 
-def attention_model(
-    name: str, num_layers: int, k: Array, v: Array | None = None, *, rope: Rope | None = None, revision: str = ""
-) -> Model:
-    """Return a model all of whose layers attend to all tokens; `v` is as `k` unless given."""
-    state = State("attention", f"0-{num_layers - 1}", {"k": k, "v": v or k}, rope=rope)
-    return Model(name, num_layers, [state], revision)
+def from_short(
+    text: str, model: Model, *, shard: Shard | None = None, pages: int = 0, requests: int | None = None
+) -> Layout:
+    """Build a layout of all of the model's layers from a short form. Raises LayoutError naming the part that is wrong.
+
+    `requests`: records in the pools of recurrent states; None: as many as `pages`.
+    """
+    shard, form = shard or Shard(), _parse(text)
+    groups: list[Group] = []
+    taken: set[str] = set()
+    for state in model.states:
+        tag = "" if not taken & set(state.arrays) else f"{state.kind}{len(groups)}_"
+        taken |= set(state.arrays)
+        page = 1 if state.kind == "recurrent" else form.page
+        count = pages if state.kind != "recurrent" or requests is None else requests
+        groups.append(Group(state.kind, state.layers, page, _components(form, state, shard, tag), count))
+    unused = [name for name in form.records if not any(g.kind in RECORDS[name].kinds for g in groups)]
+    if unused:
+        raise LayoutError(f"{model.name} keeps nothing that {unused[0]} holds", path="record")
+    return validate(Layout(model=model, groups=groups, shard=shard))
 
 
-def _rope(config: Mapping[str, Any], head_dim: int) -> Rope | None:
-    # transformers 5 writes rope_parameters; earlier releases wrote rope_theta and rope_scaling.
-    parameters = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    theta = parameters.pop("rope_theta", None) or config.get("rope_theta")
-    if theta is None:
-        return None
-    partial = parameters.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor") or 1.0
-    kind = parameters.pop("rope_type", None) or parameters.pop("type", None) or "default"
-    parameters.pop("type", None)
-    scaling = "" if kind == "default" else json.dumps({"rope_type": kind, **parameters}, sort_keys=True)
-    return Rope(
-        theta=float(theta),
-        dim=int(config.get("rotary_dim") or head_dim * partial),
-        interleaved=bool(config.get("rope_interleaved", False)),
-        scaling=scaling,
-    )
-
-
-def _integer(config: Mapping[str, Any], key: str) -> int:
-    value = config.get(key)
-    if not isinstance(value, int) or value < 1:
-        raise PresetError(f"expected a positive integer, found {value!r}", path=f"config.{key}")
-    return value
-
-
-def shipped_models() -> list[str]:
-    """Return the names of the models whose geometry comes with the package."""
-    folder = resources.files("regauge.layout") / "configs"
-    return sorted(entry.name.removesuffix(".json") for entry in folder.iterdir() if entry.name.endswith(".json"))
-
-
-def load_model(source: str) -> Model:
-    """Return the model of a Hugging Face folder, a config.json, or a shipped name. Raises PresetError if it is none."""
-    config, name = _read_config(source)
-    return model_from_config(config, name=name)
-
-
-def load_model_dtype(source: str) -> str:
-    """Return the dtype that a model's config says it computes in, "" where it says none. Raises as `load_model`."""
-    config, _ = _read_config(source)
-    for part in (config, config.get("text_config") or {}):
-        if found := part.get("dtype") or part.get("torch_dtype"):  # transformers 5; earlier
-            return str(found)
-    return ""
-
-
-def _read_config(source: str) -> tuple[dict[str, Any], str]:
-    """Return a model's config and name."""
-    path = Path(source)
-    if path.is_dir():
-        path = path / "config.json"
-    if path.is_file():
-        text, name = path.read_text(), path.resolve().parent.name
-    elif source in shipped_models():
-        text, name = (resources.files("regauge.layout") / "configs" / f"{source}.json").read_text(), source
-    else:
-        raise PresetError(
-            f"{source!r} is no folder with a config.json and no shipped model; shipped are {', '.join(shipped_models())}",
-            path="model")  # fmt: skip
-    try:
-        config = json.loads(text)
-    except ValueError as error:
-        raise PresetError(f"{path} is not JSON: {error}", path="model") from error
-    if not isinstance(config, dict):
-        raise PresetError(f"{path} is not a JSON object", path="model")
-    return config, name
-
-
-def from_short(text: str, model: Model, *, shard: Shard | None = None, pages: int = 0) -> Layout:
-    """Build a layout of all of the model's layers from a short form. Raises LayoutError naming the part that is wrong."""
-    shard = shard or Shard()
-    o = _parse(text)
-    scale = _scale(o["scale"])
-    if scale is not None and not DTYPES[o["dtype"]].takes_scales:
-        raise LayoutError(f"{o['dtype']} needs no scale", path="scale")
-    arrays = attention_arrays(model)
-    components = []
-    for index, (name, (total, dim)) in enumerate(arrays.items()):
-        page = _PAGE_AXES[o["order"]][index]
-        outer = "layer page" if o["pool"] == "layer-first" else "page layer"
-        fused = o["tensors"] == "fused"
-        region = "kv" if fused else name
-        at = Placement(order=f"{outer} kv {page}" if fused else f"{outer} {page}", region=region)
-        if scale is not None and scale.per == "token_head":
-            inner = "token head" if o["order"] == "nhd" else "head token"
-            stored = Placement(order=f"{outer} {inner}", region=f"{name}_scale")
-            scale = Scale(per="token_head", at=stored, rule=scale.rule)
-        heads = len(shard.heads(total))
-        components.append(Component(name=name, dtype=o["dtype"], heads=heads, dim=dim, at=at, scale=scale))
-    if o["tensors"] == "fused" and arrays["k"] != arrays["v"]:
+def _components(form: _Form, state: State, shard: Shard, tag: str) -> list[Component]:
+    heads = {name: len(shard.heads(array.heads)) for name, array in state.arrays.items()}
+    for name in form.records:
+        if state.kind in RECORDS[name].kinds:
+            region = f"{tag}{{name}}" if RECORDS[name].kinds[0] == "attention" else f"{tag}{state.kind}"
+            return record_components(name, state, page_size=form.page, heads=heads, order=form.outer, region=region)
+    if not form.dtype:
+        raise LayoutError(f"name a dtype for the {state.kind} layers, such as bf16", path="dtype")
+    if state.kind == "recurrent":
+        conv = form.dtype if DTYPES[form.dtype].itemsize > 1 else "bfloat16"
+        dtypes = {name: form.state if name == "ssm_state" else conv for name in state.arrays}
+        return [
+            Component(name, dtypes[name], heads[name], array.dim, Placement(f"{form.outer} head dim", f"{tag}{name}"))
+            for name, array in state.arrays.items()
+        ]
+    if form.fused and state.kind != "latent" and len(set(state.arrays.values())) != 1:
         raise LayoutError("K and V of different head dim cannot share one tensor", path="fused")
-    group = Group(
-        kind="attention",
-        layers=f"0-{model.num_layers - 1}",
-        page_size=int(o["page"]),
-        components=components,
-        pages=pages,
-    )
-    return validate(Layout(model=model, groups=[group], shard=shard))
+    row = sum(array.dim for array in state.arrays.values()) * DTYPES[form.dtype].itemsize
+    components, offset = [], 0
+    for index, (name, array) in enumerate(state.arrays.items()):
+        page = _PAGE_AXES[form.order][index] if state.kind in ("attention", "window") else "token dim"
+        at = Placement(f"{form.outer} {page}", f"{tag}{name}")
+        if form.fused and state.kind == "latent":
+            at = Placement(at.order, f"{tag}latent", offset, {"token": row})
+            offset += array.dim * DTYPES[form.dtype].itemsize
+        elif form.fused and len(state.arrays) > 1:
+            at = Placement(f"{form.outer} kv {page}", f"{tag}kv")
+        scale = _scale(form, page, f"{tag}{name}_scale", array.dim)
+        components.append(Component(name, form.dtype, heads[name], array.dim, at, scale))
+    return components
 
 
-def with_pages(layout: Layout, tokens: int) -> Layout:
-    """Return the layout with enough pages for so many tokens in every group that does not say how many it has."""
-    groups = [g if g.pages else msgspec.structs.replace(g, pages=-(-tokens // g.page_size)) for g in layout.groups]
+def _scale(form: _Form, page: str, region: str, dim: int) -> Scale | None:
+    if form.per is None:
+        return None
+    if not DTYPES[form.dtype].takes_scales:
+        raise LayoutError(f"{form.dtype} needs no scale", path="scale")
+    if form.per in ("tensor", "head"):
+        return Scale(per=form.per, values=1.0, rule=form.rule)
+    inner = " ".join(axis for axis in ("token head" if form.order == "nhd" else "head token").split() if axis in page)
+    if form.per == "token_head":
+        return Scale("token_head", at=Placement(f"{form.outer} {inner}", region), rule=form.rule)
+    at = Placement(f"{form.outer} {inner} dim", region)
+    return Scale("block", at=at, block=gcd(form.block, dim), rule=form.rule)
+
+
+def with_pages(layout: Layout, tokens: int, *, requests: int = 16) -> Layout:
+    """Return the layout with enough pages for so many tokens, and records for so many requests, in every group that does not
+    say how many it has."""
+    groups = []
+    for group in layout.groups:
+        pages = requests if group.kind == "recurrent" else -(-tokens // group.page_size)
+        groups.append(group if group.pages else msgspec.structs.replace(group, pages=pages))
     return msgspec.structs.replace(layout, groups=groups)
 
 
-def load_layout(text: str, model: Model | None, *, model_dtype: str = "") -> Layout:
+def load_layout(text: str, model: Model | None, *, model_dtype: str = "", ssm_dtype: str = "") -> Layout:
     """Return the layout in a file (`.toml` or `.json`), or of a short form or an engine's flags for `model`.
 
-    `model_dtype` is what an engine's `--kv-cache-dtype auto` stands for.
+    `model_dtype` is what an engine's `--kv-cache-dtype auto` stands for, `ssm_dtype` what the model's config wants its
+    recurrent states in.
 
     Raises LayoutError that names the file or part, also for a file whose elements overlap, and for a short form without a model.
     """
@@ -194,48 +181,70 @@ def load_layout(text: str, model: Model | None, *, model_dtype: str = "") -> Lay
     if model is None:
         raise LayoutError("is a short form, which needs a model: add --model", path=text)
     if text.startswith(PREFIX):
-        return from_engine_form(text, model, model_dtype=model_dtype)
+        return from_engine_form(text, model, model_dtype=model_dtype, ssm_dtype=ssm_dtype)
     return from_short(text, model)
 
 
-def _parse(text: str) -> dict[str, str]:
-    parts = {"page": "16", "order": "nhd", "tensors": "split", "pool": "layer-first", "scale": "none"}
-    choices = {**dict.fromkeys(_PAGE_AXES, "order"), "split": "tensors", "fused": "tensors",
-               "layer-first": "pool", "page-first": "pool"}  # fmt: skip
-    seen: set[str] = set()
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+_WORDS: Mapping[str, tuple[str, object]] = {
+    **{word: ("order", word) for word in _PAGE_AXES},
+    "split": ("fused", False),
+    "fused": ("fused", True),
+    "layer-first": ("outer", "layer page"),
+    "page-first": ("outer", "page layer"),
+}
+_KNOWN = (*ALIASES, *_WORDS, "page=N", "scale=none|tensor|head|token_head|block", "block=N", "rule=RULE", "state=DTYPE",
+          "record:NAME")  # fmt: skip
+_MOST = {"page": 65_536, "block": 65_536}
+
+
+def _parse(text: str) -> _Form:
+    given: dict[str, object] = {}
+    records: list[str] = []
     for raw in text.split(","):
         part = raw.strip().lower()
-        key, equals, value = part.partition("=")
-        if dtype := canonical(part):
-            key, value = "dtype", dtype
-        elif part in choices:
-            key, value = choices[part], part
-        elif not equals or key not in ("page", "scale"):
-            known = ", ".join((*ALIASES, *choices, "page=N", "scale=none|tensor|head|token_head"))
-            raise LayoutError(f"cannot read {part!r}; the parts of a short form are {known}", path=text)
-        if key in seen:
-            raise LayoutError(f"{key} is given twice", path=text)
-        seen.add(key)
-        parts[key] = value
-    if "dtype" not in parts:
+        if part.startswith(_RECORD):
+            records.append(_record(part.removeprefix(_RECORD)))
+            continue
+        field, value = _read(part, text)
+        if field in given:
+            raise LayoutError(f"{'scale' if field == 'per' else field} is given twice", path=text)
+        given[field] = value
+    if "dtype" not in given and not records:
         raise LayoutError("a short form names a dtype, such as bf16 or fp8_e4m3", path=text)
-    if not parts["page"].isdigit() or not 1 <= int(parts["page"]) <= 65_536:
-        raise LayoutError(f"page={parts['page']} is not a number of tokens", path=text)
-    return parts
+    return msgspec.convert({**given, "records": records}, _Form)
 
 
-def _scale(text: str) -> Scale | None:
-    pers: dict[str, Per | None] = {
-        "none": None,
-        "tensor": "tensor",
-        "head": "head",
-        "token_head": "token_head",
-        "token-head": "token_head",
-    }
-    if text not in pers:
-        raise LayoutError(f"scale={text}: choose none, tensor, head or token_head", path="scale")
-    per = pers[text]
-    if per is None:
-        return None
-    # `at` of token_head scales is filled in by the caller, who knows the component.
-    return Scale(per=per, values=None if per == "token_head" else 1.0)
+def _read(part: str, text: str) -> tuple[str, object]:
+    """Return the field of a part and its value."""
+    key, _, value = part.partition("=")
+    if dtype := canonical(part):
+        return "dtype", dtype
+    if part in _WORDS:
+        return _WORDS[part]
+    if key in _MOST:
+        if not value.isdecimal() or len(value) > 9 or not 1 <= int(value) <= _MOST[key]:
+            raise LayoutError(
+                f"{key}={value} is not a number of {'tokens' if key == 'page' else 'elements'}", path=text
+            )
+        return key, int(value)
+    if key == "scale":
+        return "per", _choice(key, value.replace("-", "_"), (*get_args(Per), "none"))
+    if key == "rule":
+        return key, _choice(key, value, get_args(Rule))
+    if key == "state":
+        return key, _choice(key, canonical(value) or value, ("float32", "bfloat16", "float16"))
+    raise LayoutError(f"cannot read {part!r}; the parts of a short form are {', '.join(_KNOWN)}", path=text)
+
+
+def _choice(key: str, value: str, choices: tuple[str, ...]) -> str | None:
+    if value not in choices:
+        raise LayoutError(f"{key}={value}: choose {', '.join(choices)}", path=key)
+    return None if value == "none" else value
+
+
+def _record(name: str) -> str:
+    if name not in RECORDS:
+        raise LayoutError(f"no record {name!r}; choose {', '.join(RECORDS)}", path="record")
+    return name

@@ -32,7 +32,6 @@ Structs are frozen, and unknown fields are refused with their path.
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 from typing import Literal
 
@@ -248,7 +247,16 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
 
 
 def _digest(struct: msgspec.Struct) -> str:
-    return hashlib.sha256(json.dumps(msgspec.to_builtins(struct), sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(_plain(struct), sort_keys=True).encode()).hexdigest()
+
+
+def _plain(value: object) -> object:
+    """Return a struct with all its fields: `to_builtins` leaves out a default, but not always one that was written out."""
+    if isinstance(value, msgspec.Struct):
+        return {name: _plain(getattr(value, name)) for name in value.__struct_fields__}
+    if isinstance(value, dict):
+        return {key: _plain(x) for key, x in value.items()}
+    return [_plain(x) for x in value] if isinstance(value, list) else value
 
 
 def parse_layers(text: str) -> tuple[int, ...]:
@@ -270,10 +278,19 @@ def parse_layers(text: str) -> tuple[int, ...]:
 
 
 def format_layers(ids: tuple[int, ...]) -> str:
-    """Write layer numbers as `parse_layers` reads them: one range where the step is constant, else a list."""
-    if len(ids) > 1 and len(steps := {b - a for a, b in itertools.pairwise(ids)}) == 1 and (step := steps.pop()) > 0:
-        return f"{ids[0]}-{ids[-1]}" + (f":{step}" if step > 1 else "")
-    return ",".join(map(str, ids))
+    """Write layer numbers as `parse_layers` reads them: ranges of constant step, such as `0-2,4-6,7-79:8`."""
+    parts, i = [], 0
+    while i < len(ids):
+        step = ids[i + 1] - ids[i] if i + 1 < len(ids) else 0
+        last = i + 1 if step > 0 else i
+        while last + 1 < len(ids) and step > 0 and ids[last + 1] - ids[last] == step:
+            last += 1
+        if step != 1 and last - i < 2:
+            last = i
+        span = f"{ids[i]}-{ids[last]}" if last > i else str(ids[i])
+        parts.append(f"{span}:{step}" if last > i and step > 1 else span)
+        i = last + 1
+    return ",".join(parts)
 
 
 def parse_order(

@@ -173,16 +173,16 @@ def check_memory(layout: Layout) -> Layout:
             raise LayoutError(
                 f"a page of {largest} elements; at most {MAX_CHECKED} are checked", path=f"groups[{index}]"
             )
-        taken: dict[str, list[tuple[str, Int64]]] = {}
+        taken: dict[str, list[tuple[str, Int64, Int64]]] = {}
         for component in group.components:
             for name, view in _arrays(group, component):
-                for region, starts in _sample(group, view).items():
-                    spread = (starts[:, None] + np.arange(view.itemsize)).ravel()
-                    taken.setdefault(region, []).append((name, spread))
+                for region, (starts, size) in _sample(group, view).items():
+                    taken.setdefault(region, []).append((name, starts, starts + size))
         for region, arrays in taken.items():
-            merged = np.concatenate([spread for _, spread in arrays])
-            if len(np.unique(merged)) != len(merged):
-                names = " and ".join(sorted({name for name, _ in arrays}))
+            first, end = (np.concatenate([array[i] for array in arrays]) for i in (1, 2))
+            order = np.argsort(first, kind="stable")
+            if (first[order][1:] < np.maximum.accumulate(end[order])[:-1]).any():
+                names = " and ".join(sorted({name for name, _, _ in arrays}))
                 raise LayoutError(f"elements of {names} overlap in region {region!r}", path=f"groups[{index}]")
     return layout
 
@@ -194,12 +194,25 @@ def _arrays(group: Group, component: Component) -> list[tuple[str, View]]:
     return arrays
 
 
-def _sample(group: Group, view: View) -> dict[str, Int64]:
-    inner = (view.token[:, None, None] + view.head[None, :, None] + view.dim[None, None, :]).ravel()
+def _sample(group: Group, view: View) -> dict[str, tuple[Int64, int]]:
+    """Return where runs of bytes of the first pages and layers begin, and how long they are, by region."""
+    inner, size = _runs(view)
     pages = np.arange(min(2, max(group.pages, 1))) * view.page_stride
     out: dict[str, list[Int64]] = {}
     for i, layer in enumerate(group.layer_ids[:2]):
         region = view.region.replace("{layer}", str(layer))
         starts = view.offset + i * view.layer_stride + (pages[:, None] + inner[None, :]).ravel()
         out.setdefault(region, []).append(starts)
-    return {region: np.concatenate(parts) for region, parts in out.items()}
+    return {region: (np.concatenate(parts), size) for region, parts in out.items()}
+
+
+def _runs(view: View) -> tuple[Int64, int]:
+    """Return the offsets of the runs of bytes of a page, and their length: axes that lie densely inside each other are one."""
+    starts, size = np.zeros(1, np.int64), view.itemsize
+    tables = [table for table in (view.dim, view.head, view.token) if len(table) > 1]
+    for table in sorted(tables, key=lambda table: int(table[1] - table[0])):
+        if len(starts) == 1 and np.array_equal(table, np.arange(len(table)) * size):
+            size *= len(table)
+        else:
+            starts = (starts[:, None] + table[None, :]).ravel()
+    return starts, size
