@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from regauge import __version__, cli_cost
+from regauge import __version__, cli_cost, cli_quality
 from regauge.errors import ConfigError, LayoutError, Refused, RegaugeError
 
 if TYPE_CHECKING:
@@ -81,7 +81,9 @@ def _parser() -> argparse.ArgumentParser:
         new.add_argument("prefill", metavar="PREFILL", help=_LAYOUT_HELP)
         new.add_argument("decode", metavar="DECODE", help="the same, of the decode side")
         new.add_argument("--model", default="smollm2-135m-instruct", help=_MODEL_HELP + "; default %(default)s")
-        if name == "explain":
+        if name == "check":
+            cli_quality.check_arguments(new)
+        else:
             new.add_argument("--tokens", type=int, default=4096, help="tokens of the request, default %(default)s")
             cli_cost.explain_arguments(new)
     layout = verb("layout", "print a layout as TOML, with its bytes per token and page")
@@ -121,9 +123,9 @@ def _serve_arguments(serve: argparse.ArgumentParser) -> None:
 def _bench_arguments(bench: argparse.ArgumentParser) -> None:
     bench.add_argument(
         "what",
-        choices=("accuracy", "calibrate"),
-        help="accuracy: next-token agreement and perplexity against no transfer; "
-        "calibrate: the cost model's constants on this machine",
+        choices=("accuracy", "calibrate", "keygen", "sign"),
+        help="accuracy: next-token agreement and perplexity against no transfer; keygen: make the key of --sign; "
+        "sign: vouch for the record of --record; calibrate: the cost model's constants on this machine",
     )
     cli_cost.calibrate_arguments(bench)
     bench.add_argument(
@@ -142,6 +144,7 @@ def _bench_arguments(bench: argparse.ArgumentParser) -> None:
     bench.add_argument(
         "--answer-tokens", type=int, default=64, help="teacher-forced tokens after them, default %(default)s"
     )
+    cli_quality.bench_arguments(bench)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -195,9 +198,7 @@ def _load(text: str, name: str) -> Layout:
 
 
 def _check(options: argparse.Namespace) -> int:
-    from regauge.plan import check
-
-    verdict = check(*_pair(options))
+    verdict = cli_quality.judge(options, *_pair(options))
     if options.json:
         _print_json(asdict(verdict))
     else:
@@ -316,16 +317,12 @@ def _serve(options: argparse.Namespace) -> int:
 def _bench(options: argparse.Namespace) -> int:
     if options.what == "calibrate":
         return cli_cost.calibrate(options)
+    if options.what in ("keygen", "sign"):
+        written = cli_quality.keygen(options) if options.what == "keygen" else [cli_quality.sign(options)]
+        return _print_json([str(x) for x in written]) if options.json else print(*written, sep="\n") or 0
     _need_engine()
-    from regauge.engines.local import accuracy
-
-    pairs = accuracy.pairs(options.prefill_layout, options.decode_layout)
-    rows = accuracy.measure(options.model, pairs, options.text, options.prompt_tokens, options.answer_tokens,
-                            lambda line: print(line, file=sys.stderr, flush=True))  # fmt: skip
-    if options.json:
-        return _print_json([asdict(row) for row in rows])
-    print(accuracy.table(rows))
-    return 0
+    rows, text = cli_quality.accuracy(options)
+    return _print_json(rows) if options.json else print(text) or 0
 
 
 def _need_engine() -> None:

@@ -33,7 +33,10 @@ def calibrate_arguments(bench: argparse.ArgumentParser) -> None:
     bench.add_argument(
         "--out", metavar="FILE", help="calibrate: write the constants here, for --cost and transfer.costs"
     )
-    bench.add_argument("--threads", type=int, default=1, help="calibrate: threads of the kernels, default %(default)s")
+    bench.add_argument(
+        "--threads", type=int,
+        help="calibrate: threads of the kernels, default 1; accuracy: of the model, default one per core",
+    )  # fmt: skip
 
 
 def explain(options: argparse.Namespace, prefill: Layout, decode: Layout) -> int:
@@ -86,9 +89,10 @@ def calibrate(options: argparse.Namespace) -> int:
     from regauge.move.calibrate import measure, write
     from regauge.plan import cost
 
-    if not 1 <= options.threads <= 1024:
-        raise ConfigError(f"--threads {options.threads}: give a number from 1 to 1024")
-    found = measure(threads=options.threads, say=lambda what: print(f"measuring {what}", file=sys.stderr, flush=True))
+    threads = 1 if options.threads is None else options.threads
+    if not 1 <= threads <= 1024:
+        raise ConfigError(f"--threads {threads}: give a number from 1 to 1024")
+    found = measure(threads=threads, say=lambda what: print(f"measuring {what}", file=sys.stderr, flush=True))
     if options.out is not None:
         write(Path(options.out), found)
     if options.json:

@@ -67,6 +67,30 @@ class LimitsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Most seconds from a request's arrival to its last token."""
 
 
+class QualityLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a conversion may do to a model's answers, each against both controls; docs/numerics.md says why these values."""
+
+    max_kl: float = 0.015
+    """Nats, mean over positions."""
+    min_agreement: float = 0.91
+    """Share of positions with the same most likely token."""
+    max_perplexity_ratio: float = 1.02
+    """Perplexity after the crossing by the control's."""
+    min_positions: int = 256
+    """Positions below which the figures are noise."""
+
+
+class QualityConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Whether a pair that converts must have a signed quality record, as `regauge bench accuracy --record` writes it."""
+
+    require: bool = False
+    records: list[str] = []
+    """Files of records; one that covers the pair and meets the limits is enough."""
+    trust: list[str] = []
+    """Files of Ed25519 public keys (PEM) whose signature counts."""
+    limits: QualityLimits = QualityLimits()
+
+
 class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`regauge serve`: one gateway, one prefill worker, one decode worker."""
 
@@ -80,6 +104,7 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     decode: EngineConfig = EngineConfig()
     transfer: TransferConfig = TransferConfig()
     limits: LimitsConfig = LimitsConfig()
+    quality: QualityConfig = QualityConfig()
 
 
 def load(path: Path) -> ServeConfig:

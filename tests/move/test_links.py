@@ -23,6 +23,8 @@ from regauge.move.pages import PagePool
 from regauge.move.shm import ShmTransport
 from regauge.move.tcp import TcpTransport
 from regauge.move.transport import Transport
+from regauge.plan import Judge, check
+from regauge.plan.gate import Gate
 from regauge.plan.reference import transfer
 from strategies import Pool, assert_same
 
@@ -86,7 +88,13 @@ class Both:
 
 @contextlib.asynccontextmanager
 async def both(
-    pair: str = "widen", kind: str = "shm", *, key: bytes = KEY, pages: int = 24, **config: object
+    pair: str = "widen",
+    kind: str = "shm",
+    *,
+    key: bytes = KEY,
+    pages: int = 24,
+    judges: tuple[Judge, Judge] = (check, check),
+    **config: object,
 ) -> AsyncIterator[Both]:
     a, b = (from_short(text, MODEL, pages=pages) for text in PAIRS[pair])
     source, target = allocate(a, "kv"), allocate(b, "kv")
@@ -95,7 +103,8 @@ async def both(
     for transport, memory in ((tp, source), (td, target)):
         transport.register(memory.slab)
     pool = PagePool(pages, b.groups[0].page_size)
-    out, into = OutboundLinks("p", key, source, tp, settings), InboundLinks("d", KEY, target, td, pool, settings)
+    out = OutboundLinks("p", key, source, tp, settings, judges[0])
+    into = InboundLinks("d", KEY, target, td, pool, settings, judges[1])
     address = await into.start("127.0.0.1")
     try:
         yield Both(out, into, source, target, address, PagePool(pages, a.groups[0].page_size))
@@ -155,6 +164,18 @@ async def test_every_kind_of_pair_arrives_as_the_reference_says(pair: str, kind:
             assert_same(dst, want)
         assert arrived.mode == ("fused" if kind == "shm" else "mapped" if mapped else "staged")
         assert b.freed == ["one", "page", "more", "many"]
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("side", [0, 1])
+async def test_either_side_refuses_a_pair_that_its_quality_gate_does_not_allow(side: int) -> None:
+    judges = [check, check]
+    judges[side] = Gate({}, []).check
+    async with both(judges=(judges[0], judges[1])) as b:
+        with pytest.raises((Refused, ProtocolError), match=r"quality: prefill has .* no quality record is given"):
+            await b.offer("x", 20)
+    async with both("direct", judges=(judges[0], judges[1])) as b:
+        await b.offer("x", 20)
 
 
 @pytest.mark.anyio

@@ -10,10 +10,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from regauge.config import EngineConfig, ServeConfig
+from quality_records import record_of
+from regauge import keys
+from regauge.config import EngineConfig, QualityConfig, ServeConfig
+from regauge.engines.local.weights import weights_digest
 from regauge.errors import ConfigError, LayoutError, Refused
 from regauge.layout.files import encode
 from regauge.layout.presets import from_short, load_model
+from regauge.plan import quality
 from regauge.serve.supervisor import base_url, cause, describe, free_ports, plan_deployment
 
 CONFIG = {
@@ -52,6 +56,30 @@ def test_a_pair_that_is_refused_or_unreadable_starts_nothing(config: ServeConfig
         plan_deployment(msgspec.structs.replace(config, decode_layout=str(other)), print)
     with pytest.raises(LayoutError, match="cannot read 'bf17'"):
         plan_deployment(msgspec.structs.replace(config, decode_layout="bf17"), print)
+
+
+def test_a_pair_that_converts_starts_only_with_a_record_of_these_weights(config: ServeConfig, tmp_path: Path) -> None:
+    def demanding(*records: str) -> ServeConfig:
+        gate = QualityConfig(True, [str(tmp_path / x) for x in records], [str(tmp_path / "key.pem.pub")])
+        return msgspec.structs.replace(config, quality=gate)
+
+    keys.generate(tmp_path / "key.pem")
+    with pytest.raises(
+        Refused, match=r"quality: prefill has float8_e4m3fn without scale, .* no quality record is given"
+    ):
+        plan_deployment(demanding(), print)
+    pair = [from_short(x, load_model(config.model)) for x in (config.prefill_layout, config.decode_layout)]
+    record = record_of(pair[0], pair[1])
+    for name, weights in (("other.json", "22" * 32), ("own.json", weights_digest(Path(config.model)))):
+        own = msgspec.structs.replace(record, model=msgspec.structs.replace(record.model, weights=weights))
+        (tmp_path / name).write_bytes(quality.encode(quality.sign(own, keys.load_private(tmp_path / "key.pem"))))
+    with pytest.raises(Refused, match=r"other\.json: is of other weights than those that are served"):
+        plan_deployment(demanding("other.json"), print)
+    assert plan_deployment(demanding("own.json"), print).verdict.path == "CONVERT"
+    direct = msgspec.structs.replace(demanding(), prefill_layout="bf16")
+    assert plan_deployment(direct, print).verdict.path == "DIRECT"
+    with pytest.raises(ConfigError, match=r"none\.json: No such file"):
+        plan_deployment(demanding("none.json"), print)
 
 
 def test_a_port_or_host_that_cannot_be_had_is_named(config: ServeConfig) -> None:

@@ -272,6 +272,8 @@ def parse_layers(text: str) -> tuple[int, ...]:
         if start < 0 or end < start or by < 1 or end > MAX_LAYERS:
             raise LayoutError(f"{part!r} is not an ascending range of layers", path="layers")
         ids.extend(range(start, end + 1, by))
+        if len(ids) > MAX_LAYERS + 1:
+            break  # one is named twice: a short text must not ask for a long list
     if len(set(ids)) != len(ids):
         raise LayoutError(f"{text!r} names a layer twice", path="layers")
     return tuple(ids)

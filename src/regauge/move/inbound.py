@@ -27,7 +27,7 @@ from regauge.move.protocol import Action, Delivered, Failed, FenceLink, Released
 from regauge.move.receiver import Receiver
 from regauge.move.transport import Region as SlabRegion
 from regauge.move.transport import Transport
-from regauge.plan import check
+from regauge.plan import Judge, check
 from regauge.plan.tiles import Int64
 
 log = structlog.get_logger()
@@ -80,8 +80,9 @@ class InboundLinks:
     """All links of a decode worker."""
 
     def __init__(
-        self, name: str, key: bytes, memory: Memory, transport: Transport, pool: PagePool, config: TransferConfig
-    ) -> None:
+        self, name: str, key: bytes, memory: Memory, transport: Transport, pool: PagePool, config: TransferConfig,
+        judge: Judge = check,
+    ) -> None:  # fmt: skip
         self.receiver = Receiver(lease_s=config.lease_s, offer_s=config.offer_s, deadline_s=config.deadline_s)
         self.pool = pool
         self.on_release: Callable[[], None] = lambda: None
@@ -91,6 +92,7 @@ class InboundLinks:
         self._memory = memory
         self._transport = transport
         self._config = config
+        self._judge = judge
         self._links: dict[str, _Link] = {}
         self._gone: dict[str, _Link] = {}
         """Links whose control connection has ended and whose writer is not fenced yet."""
@@ -240,7 +242,7 @@ class InboundLinks:
                 raise ProtocolError(f"{hello.worker} is a {hello.role} worker; only prefill workers connect here")
             await self._supersede(hello.worker)
             layout = decode_layout(hello.layout)
-            verdict = check(layout, self._memory.layout)
+            verdict = self._judge(layout, self._memory.layout)
             if verdict.path == "REFUSED":
                 raise Refused(tuple(str(r) for r in verdict.refusals))
         except (ProtocolError, LayoutError, Refused) as error:

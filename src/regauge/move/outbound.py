@@ -27,7 +27,7 @@ from regauge.move.memory import Slab
 from regauge.move.protocol import Action, Delivered, Failed, Granted, Range, Released, Send, Write
 from regauge.move.sender import LinkLimits, Sender
 from regauge.move.transport import Peer, Transport
-from regauge.plan import check
+from regauge.plan import Judge, check
 from regauge.plan.cost import DEFAULTS, Setting
 from regauge.plan.tiles import Int64
 
@@ -100,7 +100,10 @@ class Outgoing:
 class OutboundLinks:
     """All links of a prefill worker."""
 
-    def __init__(self, name: str, key: bytes, memory: Memory, transport: Transport, config: TransferConfig) -> None:
+    def __init__(
+        self, name: str, key: bytes, memory: Memory, transport: Transport, config: TransferConfig,
+        judge: Judge = check,
+    ) -> None:  # fmt: skip
         self.sender = Sender(offer_s=config.offer_s, deadline_s=config.deadline_s)
         self._name = name
         self._key = key
@@ -108,6 +111,7 @@ class OutboundLinks:
         self._transport = transport
         self._config = config
         self._constants = read(Path(config.costs)) if config.costs else DEFAULTS
+        self._judge = judge
         self._links: dict[str, _Link] = {}
         self._opening: dict[str, asyncio.Lock] = {}
         self._transfers: dict[str, Outgoing] = {}
@@ -206,7 +210,7 @@ class OutboundLinks:
             if hello.worker != peer or hello.role != "decode":
                 raise ProtocolError(f"{address} is {hello.role} worker {hello.worker!r}, not decode worker {peer!r}")
             layout = decode_layout(hello.layout)
-            verdict = check(self._memory.layout, layout)
+            verdict = self._judge(self._memory.layout, layout)
             if verdict.path == "REFUSED":
                 raise Refused(tuple(str(r) for r in verdict.refusals))
             data = await asyncio.to_thread(self._transport.connect, hello.export, FENCE_S)

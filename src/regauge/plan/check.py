@@ -8,7 +8,7 @@ is theirs to send: see `regauge.plan.ranks`.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from math import gcd, lcm
 from typing import Literal
@@ -66,6 +66,10 @@ class Verdict:
     def reasons(self) -> tuple[str, ...]:
         """Every reason of every lane, each once, in order."""
         return tuple(dict.fromkeys(r for lane in self.lanes for r in lane.reasons))
+
+
+Judge = Callable[[Layout, Layout], Verdict]
+"""Compares a prefill and a decode layout: `check`, or something stricter such as `regauge.plan.gate.Gate.check`."""
 
 
 def check(prefill: Layout, decode: Layout, *, whole: bool = True) -> Verdict:

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,6 +26,7 @@ import msgspec
 
 from regauge.config import ServeConfig, cache_dir
 from regauge.engines.local.prepare import prepare
+from regauge.engines.local.weights import weights_digest
 from regauge.errors import ConfigError, EngineError, Refused
 from regauge.layout import files
 from regauge.layout.presets import load_layout, load_model, load_model_dtype, with_pages
@@ -33,6 +34,7 @@ from regauge.layout.spec import Layout
 from regauge.plan import Verdict, check
 from regauge.serve import wire
 from regauge.serve.gateway import listen
+from regauge.serve.quality_gate import from_config
 
 READY_S: Final = 300.0
 """Most seconds from start to a ready endpoint: a large model takes time to load."""
@@ -93,7 +95,9 @@ def plan_deployment(config: ServeConfig, say: Say) -> Deployment:
         with_pages(load_layout(text, model, model_dtype=dtype), engine.pool_tokens)
         for text, engine in ((config.prefill_layout, config.prefill), (config.decode_layout, config.decode))
     ]
-    verdict = check(*layouts)
+    gate = from_config(config.quality)
+    # Here the weights are at hand, so that the record must be of exactly these; the workers' links see layouts alone.
+    verdict = check(*layouts) if gate is None else replace(gate, weights=weights_digest(folder)).check(*layouts)
     if verdict.path == "REFUSED":
         raise Refused(tuple(str(r) for r in verdict.refusals))
     return Deployment(config, folder, model.name, verdict, *layouts)

@@ -30,6 +30,7 @@ from regauge.move.pages import PagePool
 from regauge.move.transport import Transport
 from regauge.serve import wire
 from regauge.serve.admission import Admission
+from regauge.serve.quality_gate import judge
 
 log = structlog.get_logger()
 
@@ -136,7 +137,8 @@ class DecodeWorker(Worker):
     def __init__(self, spec_: wire.WorkerSpec, memory: Memory, model: LocalModel, transport: Transport) -> None:
         super().__init__(spec_, memory, model, transport)
         config = spec_.config.transfer
-        self.links = InboundLinks(spec_.name, bytes.fromhex(spec_.key), memory, transport, self.pool, config)
+        self.links = InboundLinks(spec_.name, bytes.fromhex(spec_.key), memory, transport, self.pool, config,
+                                  judge(spec_.config.quality))  # fmt: skip
         self.links.on_release = self.admission.pump
 
     async def generate(self, body: wire.Generate, events: asyncio.Queue[wire.Event]) -> None:
@@ -208,7 +210,8 @@ class PrefillWorker(Worker):
 
     def __init__(self, spec_: wire.WorkerSpec, memory: Memory, model: LocalModel, transport: Transport) -> None:
         super().__init__(spec_, memory, model, transport)
-        self.links = OutboundLinks(spec_.name, bytes.fromhex(spec_.key), memory, transport, spec_.config.transfer)
+        self.links = OutboundLinks(spec_.name, bytes.fromhex(spec_.key), memory, transport, spec_.config.transfer,
+                                   judge(spec_.config.quality))  # fmt: skip
 
     async def prefill(self, body: wire.Prefill) -> wire.Prefilled:
         """Serve one request. Raises RegaugeError for what went wrong."""
