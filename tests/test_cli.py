@@ -274,3 +274,30 @@ def test_output_that_nobody_reads_is_no_error() -> None:
     command = f"{sys.executable} -m regauge layout bf16 | head -1"
     done = subprocess.run(["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "[model]\n", "")
+
+
+def test_check_pairs_all_ranks_of_both_sides(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    four, two = (f"engine:sglang,pool=nhd,page=16,tp={tp}" for tp in (4, 2))
+    code, out, _ = run(capsys, "check", four, two, "--model", "qwen3-8b")
+    assert code == 0
+    assert "  heads 0-1 -> 0-3" in out
+    assert "  ranks: 4 prefill, 2 decode; 4 pairs of them carry something" in out
+    code, out, _ = run(capsys, "check", four, two, "--model", "qwen3-8b", "--json")
+    assert [(r["prefill"], r["decode"], r["heads"]["k"]) for r in json.loads(out)["ranks"]] == [
+        (0, 0, [0, 1]), (1, 0, [2, 3]), (2, 1, [4, 5]), (3, 1, [6, 7])]  # fmt: skip
+    stages = tmp_path / "stages"
+    stages.mkdir()
+    for rank in range(2):
+        flags = ("--engine", "sglang", "--pp", "2", "--pp-rank", str(rank))
+        _, out, _ = run(capsys, "layout", "--model", "qwen3-8b", *flags)
+        (stages / f"{rank}.toml").write_text(out)
+    code, out, _ = run(capsys, "check", str(stages), "engine:sglang", "--model", "qwen3-8b")
+    assert (code, "2 prefill, 1 decode; 2 pairs" in out) == (0, True)
+    code, out, _ = run(capsys, "check", str(stages / "0.toml"), "engine:sglang", "--model", "qwen3-8b")
+    assert code == 0
+    assert "note: ranks are not paired: one of 2 pipeline stages does not tell which layers the others hold" in out
+    (stages / "1.toml").unlink()
+    code, out, _ = run(capsys, "check", str(stages), "engine:sglang", "--model", "qwen3-8b")
+    assert "give all ranks" in out
+    code, _, err = run(capsys, "check", str(tmp_path), "bf16")
+    assert (code, "has no layout file" in err) == (2, True)

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from regauge import __version__, cli_cost, cli_quality
+from regauge import __version__, cli_check, cli_cost, cli_quality
 from regauge.errors import ConfigError, LayoutError, Refused, RegaugeError
 
 if TYPE_CHECKING:
@@ -82,6 +82,9 @@ def _parser() -> argparse.ArgumentParser:
         new.add_argument("decode", metavar="DECODE", help="the same, of the decode side")
         new.add_argument("--model", default="smollm2-135m-instruct", help=_MODEL_HELP + "; default %(default)s")
         if name == "check":
+            new.epilog = (
+                "A folder with a layout file per rank is a side, too; one layout stands for all its TP and CP ranks."
+            )
             cli_quality.check_arguments(new)
         else:
             new.add_argument("--tokens", type=int, default=4096, help="tokens of the request, default %(default)s")
@@ -198,18 +201,7 @@ def _load(text: str, name: str) -> Layout:
 
 
 def _check(options: argparse.Namespace) -> int:
-    verdict = cli_quality.judge(options, *_pair(options))
-    if options.json:
-        _print_json(asdict(verdict))
-    else:
-        print(verdict.path)
-        for reason in verdict.reasons:
-            print(f"  {reason}")
-        for refusal in verdict.refusals:
-            print(f"  {refusal}")
-        for note in verdict.notes:
-            print(f"  note: {note}")
-    return 1 if verdict.path == "REFUSED" else 0
+    return cli_check.check(options, lambda text: _load(text, options.model))
 
 
 def _explain(options: argparse.Namespace) -> int:
