@@ -1,11 +1,10 @@
 // Conversion of strided boxes: the order of the walk, staging of rows that are not contiguous, the choice of kernel.
 #include "convert.hpp"
 
-#include <cstring>
-
 #include "ahead.hpp"
-#include "formats.hpp"
 #include "fpenv.hpp"
+#include "scales.hpp"
+#include "staged.hpp"
 
 namespace regauge {
 namespace {
@@ -29,8 +28,10 @@ class RowConverter {
         kernels_(portable_kernels(c.src, c.dst)) {
 #if defined(__x86_64__)
     if (how.avx2) {
-      kernels_ = avx2::narrow_kernels(c.src, c.dst);
-      if (const ConvertRows table = avx2::table_rows(c.src, c.dst)) kernels_.convert = table;
+      kernels_ = avx2::kernels(c.src, c.dst);
+      for (const auto choose : {avx2::narrow_rows, avx2::table_rows, avx2::byte_rows})
+        if (const ConvertRows faster = choose(c.src, c.dst)) kernels_.convert = faster;
+      if (const DynamicRows faster = avx2::dynamic_rows(c.src, c.dst)) kernels_.dynamic = faster;
     }
 #endif
     const int last = b.axes - 1;
@@ -100,7 +101,7 @@ class RowConverter {
     if (has_src_scale_) b.src_scale = p.at[kSrcScale], b.src_scale_stride = stride_[kSrcScale];
     if (has_dst_scale_) b.dst_scale = p.at[kDstScale], b.dst_scale_stride = stride_[kDstScale];
     b.rows = rows, b.n = n, b.outer = 1, b.src_size = src_size_;
-    b.divide = c_.divide, b.stream = stream_;
+    b.scheme = c_.scheme, b.stream = stream_;
     return b;
   }
 
@@ -166,6 +167,16 @@ void lengthen_rows(Boxes& b, Conversion& c) {
       grown = true;
       break;
     }
+  }
+}
+
+// The same for a row with a computed scale, over the axes that belong to it.
+void join_rows(Boxes& b, Conversion& c) {
+  while (c.row_axes > 0) {
+    const int j = b.axes - 1;
+    if (b.stride[kSrc][j] != b.run * c.src_step || b.stride[kDst][j] != b.run * c.dst_step) return;
+    b.run *= b.shape[j];
+    --b.axes, --c.row_axes;
   }
 }
 
@@ -257,8 +268,7 @@ void convert_groups(Boxes b, const Conversion& c, const How& how, Int threads, b
           const std::uint32_t m = rows.max(q, nr, one.run);
           if (m > amax) amax = m;
         });
-        const float s = dynamic_scale(amax, most_code);
-        std::memcpy(p.at[kDstScale], &s, 4);
+        write_scale(p.at[kDstScale], dynamic_scale(amax, most_code, c.scheme), c.scheme.dst_e8m0);
         walk<4>(one, 0, one.rows(), [&](const Place& q, Int nr, Int) { rows.convert(q, nr, one.run, false); });
         if (last >= 0)
           for (int o = 0; o < kOperands; ++o) p.at[o] += b.stride[o][last];
@@ -272,8 +282,15 @@ void convert_groups(Boxes b, const Conversion& c, const How& how, Int threads, b
 
 void convert_boxes(Boxes b, const Conversion& given, const How& how) {
   Conversion c = given;
+  if (size_of(c.src) != 2 && c.scheme.rule == Rule::kDivideSource) c.scheme.rule = Rule::kDivide;
+  if (b.rows() * b.run == 0) return;
+  if (c.dynamic) join_rows(b, c);
+  else c.row_axes = 0, b.drop_ones(), lengthen_rows(b, c);
+  if (!convert_staged(b, c, how)) convert_rows_of(b, c, how);
+}
+
+void convert_rows_of(Boxes b, Conversion c, const How& how) {
   const Int bytes = b.rows() * b.run * size_of(c.dst);
-  if (bytes == 0) return;
   const bool stream = how.avx2 && how.total > kStreamBytes;
   const Int threads = bytes > kThreadBytes ? how.threads : 1;
   const bool staged = c.src_step != size_of(c.src) || c.dst_step != size_of(c.dst);

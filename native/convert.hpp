@@ -6,20 +6,48 @@
 
 namespace regauge {
 
+/// How the target scale is applied: v * (1 / s), v / s, or v / s rounded to the source's dtype.
+enum class Rule : std::uint8_t { kReciprocal, kDivide, kDivideSource };
+
+/// How scales are computed, stored and applied: see `Convert` in plan/tiles.py.
+struct ScaleScheme {
+  Rule rule = Rule::kReciprocal;
+  bool pow2 = false;                             // computed scales are rounded up to powers of two
+  bool src_e8m0 = false, dst_e8m0 = false;       // else float32
+  float floor = 1.17549435e-38f;                 // of computed scales; 2^-126
+
+  bool divides() const { return rule != Rule::kReciprocal; }
+};
+
 /// What happens to the elements of one row: see `Convert` in plan/tiles.py.
 struct Conversion {
   Dtype src, dst;
   std::int64_t src_step, dst_step;  // bytes between elements
-  bool divide = false;              // apply the target scale by division instead of by its reciprocal
+  ScaleScheme scheme;
   bool dynamic = false;             // compute the target scale of a row and store it
   int row_axes = 0;
 };
 
-/// What a kernel has worked out for the last scales it met; one per thread, empty at first.
-struct alignas(32) Memo {
-  std::uint8_t data[96] = {};
-  std::uint32_t key[2];
-  bool full = false;
+/// What a kernel has worked out for the scales it met lately; one per thread, empty at first. The heads of a layer, each
+/// with its own scale, fit.
+struct Memo {
+  static constexpr int kSlots = 32, kBytes = 288;
+  struct alignas(32) Slot {
+    std::uint8_t data[kBytes];  // valid if full
+    std::uint32_t key[2];
+    int seen = 0;  // batches with these scales so far, up to 2
+    bool full = false;
+  };
+  Slot slots[kSlots];
+  std::uint8_t pause = 0;  // see kPause
+
+  /// The slot of a pair of scales, emptied if it held others.
+  Slot& of(std::uint32_t a, std::uint32_t b) {
+    Slot& slot = slots[((a ^ b * 0x9e3779b9u) * 0x85ebca6bu) >> 27];
+    if (slot.seen == 0 || slot.key[0] != a || slot.key[1] != b) slot.key[0] = a, slot.key[1] = b, slot.seen = 0, slot.full = false;
+    if (slot.seen < 2) ++slot.seen;
+    return slot;
+  }
 };
 
 /// `outer` times `rows` rows of `n` contiguous elements. A null scale pointer means no scale; strides are in bytes.
@@ -34,7 +62,8 @@ struct RowBatch {
   std::int64_t outer;
   std::int64_t outer_stride[kOperands];
   std::int64_t src_size;  // bytes of one source element
-  bool divide, stream;
+  ScaleScheme scheme;
+  bool stream;
   const std::uint8_t* ahead;  // unless null: as many source bytes that the caller will read soon
   Memo* memo;                 // unless null: for the kernel to remember things in
 };
@@ -57,9 +86,33 @@ inline RowBatch inner_batch(const RowBatch& b, std::int64_t index) {
   return part;
 }
 
+/// The rows of index r of every outer index, as one batch.
+inline RowBatch outer_batch(const RowBatch& b, std::int64_t r) {
+  RowBatch part = b;
+  part.src += r * b.src_stride, part.dst += r * b.dst_stride;
+  part.src_stride = b.outer_stride[kSrc], part.dst_stride = b.outer_stride[kDst];
+  if (b.src_scale) part.src_scale += r * b.src_scale_stride, part.src_scale_stride = b.outer_stride[kSrcScale];
+  if (b.dst_scale) part.dst_scale += r * b.dst_scale_stride, part.dst_scale_stride = b.outer_stride[kDstScale];
+  if (b.ahead) part.ahead += r * b.outer * b.n * b.src_size;
+  part.rows = b.outer, part.outer = 1;
+  for (auto& stride : part.outer_stride) stride = 0;
+  return part;
+}
+
+/// True when every outer index has the same scales as the others: what pages of one layer give for scales per head.
+inline bool same_scales_outside(const RowBatch& b) {
+  return b.outer >= 8 && (b.outer_stride[kSrcScale] | b.outer_stride[kDstScale]) == 0;
+}
+
 /// True when all rows of the batch share their scales.
 inline bool one_scale(const RowBatch& b) {
   return (b.src_scale_stride | b.dst_scale_stride | b.outer_stride[kSrcScale] | b.outer_stride[kDstScale]) == 0;
+}
+
+/// True when rows of bytes are to be streamed and are whole cache lines.
+inline bool whole_lines(const RowBatch& b) {
+  const std::int64_t steps = b.dst_stride | b.outer_stride[kDst] | b.n;
+  return b.stream && ((reinterpret_cast<std::intptr_t>(b.dst) | steps) & 63) == 0;
 }
 
 /// What to fetch while a row is worked on: what the caller asked for, else this batch's own source some way ahead.
@@ -70,7 +123,7 @@ struct Fetch {
   Fetch(const RowBatch& b, std::int64_t row_bytes)
       : at(b.ahead), stride(b.ahead ? row_bytes : b.src_stride),
         outer_stride(b.ahead ? b.rows * row_bytes : b.outer_stride[kSrc]) {
-    constexpr std::int64_t kLeap = 2048;
+    constexpr std::int64_t kLeap = 4096;
     if (!at) at = b.src + (b.src_stride == row_bytes || b.rows == 1 ? kLeap : 2 * b.src_stride);
   }
   const std::uint8_t* row(std::int64_t outer, std::int64_t r) const { return at + outer * outer_stride + r * stride; }
@@ -86,10 +139,14 @@ Kernels portable_kernels(Dtype src, Dtype dst);
 #if defined(__x86_64__)
 namespace avx2 {
 Kernels kernels(Dtype src, Dtype dst);
-/// The same with faster ones for bfloat16 to e4m3fn and e5m2.
-Kernels narrow_kernels(Dtype src, Dtype dst);
-/// e4m3fn and e5m2 to bfloat16 through a table of the 16 scaled mantissas, where the scale allows it; else null.
+/// Faster ones, which leave what they cannot do to those; null where there are none. bfloat16 to fp8 with shared scales:
+ConvertRows narrow_rows(Dtype src, Dtype dst);
+/// bfloat16 to 8 bits with computed scales.
+DynamicRows dynamic_rows(Dtype src, Dtype dst);
+/// fp8 to bfloat16 through a table of the 16 scaled mantissas.
 ConvertRows table_rows(Dtype src, Dtype dst);
+/// 8 bits to 8 bits with shared scales through a table of all codes.
+ConvertRows byte_rows(Dtype src, Dtype dst);
 }  // namespace avx2
 #endif
 

@@ -5,6 +5,7 @@
 #include <type_traits>
 
 #include "convert_avx2.hpp"
+#include "scales.hpp"
 
 namespace regauge::avx2 {
 namespace {
@@ -17,45 +18,54 @@ enum class Scaling { kNone, kOne, kFull };  // no scale | one factor | any combi
 // The scales of one row, ready to apply.
 struct Factors {
   float src = 1.0f, dst = 1.0f;  // kOne: `src` is the one factor
-  bool has_src = false, has_dst = false, divide = false;
+  bool has_src = false, has_dst = false;
+  Rule rule = Rule::kReciprocal;
   std::uint32_t flip = 0;  // sign bit that the scales contribute
 
   void set_src(float s) { src = s, has_src = true, flip ^= bits_of(s) & kSign; }
-  void set_dst(float s) { dst = divide ? s : 1.0f / s, has_dst = true, flip ^= bits_of(s) & kSign; }
+  bool divides() const { return rule != Rule::kReciprocal; }
+  void set_dst(float s) { dst = divides() ? s : 1.0f / s, has_dst = true, flip ^= bits_of(s) & kSign; }
   /// The same with a lone factor as `src`.
   Factors folded() const {
     Factors f = *this;
-    if (!has_src && has_dst && !divide) f.src = dst;
+    if (!has_src && has_dst && !divides()) f.src = dst;
     return f;
   }
   /// kOne needs a factor for which |x| * |factor| hides nothing: neither zero nor infinite nor NaN.
   Scaling kind() const {
     if (!has_src && !has_dst) return Scaling::kNone;
     const bool plain = (bits_of(src) & kMagnitude) - 1u < kMaxFinite;
-    return (has_src && has_dst) || divide || !plain ? Scaling::kFull : Scaling::kOne;
+    return (has_src && has_dst) || (has_dst && divides()) || !plain ? Scaling::kFull : Scaling::kOne;
   }
 };
 
-inline float read_float(const Byte* p) {
-  float f;
-  std::memcpy(&f, p, 4);
-  return f;
-}
-
 inline Factors factors_of(const RowBatch& b, Int row, bool use_dst) {
   Factors f;
-  f.divide = b.divide;
-  if (b.src_scale) f.set_src(read_float(b.src_scale + row * b.src_scale_stride));
-  if (use_dst && b.dst_scale) f.set_dst(read_float(b.dst_scale + row * b.dst_scale_stride));
+  f.rule = b.scheme.rule;
+  if (b.src_scale) f.set_src(read_scale(b.src_scale + row * b.src_scale_stride, b.scheme.src_e8m0));
+  if (use_dst && b.dst_scale) f.set_dst(read_scale(b.dst_scale + row * b.dst_scale_stride, b.scheme.dst_e8m0));
   return f.folded();
 }
 
-template <Scaling S>
+// Quotients in the source's own precision.
+template <class Src>
+REGAUGE_INLINE __m256 rounded_to(__m256 w) {
+  if constexpr (std::is_same_v<Src, BFloat16>)
+    return _mm256_and_ps(_mm256_castsi256_ps(Vector<BFloat16>::round(w)), floats(0xffff0000u));
+  else if constexpr (std::is_same_v<Src, Float16>)
+    return _mm256_cvtph_ps(_mm256_cvtps_ph(w, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+  else return w;
+}
+
+template <class Src, Scaling S>
 REGAUGE_INLINE __m256 apply(__m256 v, const Factors& f) {
   if constexpr (S == Scaling::kOne) v = _mm256_mul_ps(v, _mm256_set1_ps(f.src));
   if constexpr (S == Scaling::kFull) {
     if (f.has_src) v = _mm256_mul_ps(v, _mm256_set1_ps(f.src));
-    if (f.has_dst) v = f.divide ? _mm256_div_ps(v, _mm256_set1_ps(f.dst)) : _mm256_mul_ps(v, _mm256_set1_ps(f.dst));
+    if (!f.has_dst) return v;
+    if (!f.divides()) return _mm256_mul_ps(v, _mm256_set1_ps(f.dst));
+    v = _mm256_div_ps(v, _mm256_set1_ps(f.dst));
+    if (f.rule == Rule::kDivideSource) v = rounded_to<Src>(v);
   }
   return v;
 }
@@ -87,10 +97,10 @@ REGAUGE_INLINE void block(const Byte* s, Byte* d, const Factors& f) {
     if constexpr (In::kEvenOdd) interleave(v);
     const __m256i signs = _mm256_xor_si256(packed_signs(v), bytes(f.flip >> 24));
     __m256i q[4];
-    for (int k = 0; k < 4; ++k) q[k] = Code::template scaled_codes<false>(absolute(apply<S>(v[k], f)));
+    for (int k = 0; k < 4; ++k) q[k] = Code::template scaled_codes<false>(absolute(apply<Src, S>(v[k], f)));
     Code::template store<Stream, false>(d, q, signs);
   } else {
-    for (int k = 0; k < 4; ++k) v[k] = apply<S>(v[k], f);
+    for (int k = 0; k < 4; ++k) v[k] = apply<Src, S>(v[k], f);
     if constexpr (std::is_same_v<Dst, BFloat16> || std::is_same_v<Dst, Int8>) {
       Vector<Dst>::template store_ordered<Stream, In::kEvenOdd>(d, v);
     } else {
@@ -251,7 +261,7 @@ inline std::uint32_t row_max(const Byte* s, Int n, const Factors& f) {
     __m256 v[4];
     Vector<Src>::load(p, v);
     for (int k = 0; k < 4; ++k)
-      most = _mm256_max_epu32(most, _mm256_castps_si256(absolute(apply<Scaling::kFull>(v[k], f))));
+      most = _mm256_max_epu32(most, _mm256_castps_si256(absolute(apply<Src, Scaling::kFull>(v[k], f))));
   };
   Int i = 0;
   for (; i + kBlock <= n; i += kBlock) take(s + i * Src::kSize);
@@ -309,9 +319,9 @@ inline void find_scales(const RowBatch& b, Factors* f) {
     f[r] = factors_of(b, r, false);
     most[r] = any_max<Src>(b.src + r * b.src_stride, b.n, f[r]);
   }
-  for (Int r = 0; r < b.rows; ++r) scale[r] = dynamic_scale(most[r], float_of(Dst::kMax));
+  for (Int r = 0; r < b.rows; ++r) scale[r] = dynamic_scale(most[r], float_of(Dst::kMax), b.scheme);
   for (Int r = 0; r < b.rows; ++r) {
-    std::memcpy(b.dst_scale + r * b.dst_scale_stride, &scale[r], 4);
+    write_scale(b.dst_scale + r * b.dst_scale_stride, scale[r], b.scheme.dst_e8m0);
     f[r].set_dst(scale[r]);
     f[r] = f[r].folded();
   }

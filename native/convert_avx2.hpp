@@ -188,15 +188,19 @@ struct Vector<Int8> {
     const __m256 most = floats(Int8::kMax), least = floats(kSign | Int8::kMax);
     return _mm256_cvtps_epi32(_mm256_max_ps(least, _mm256_min_ps(most, v)));
   }
+  // 32 integers within -127 .. 127 to bytes in element order.
+  REGAUGE_INLINE static __m256i pack_even_odd(const __m256i n[4]) {
+    const __m256i even = _mm256_packs_epi32(n[0], n[2]), odd = _mm256_packs_epi32(n[1], n[3]);
+    const __m128i pairs = _mm_setr_epi8(0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15);
+    const __m256i codes = _mm256_shuffle_epi8(_mm256_packs_epi16(even, odd), _mm256_broadcastsi128_si256(pairs));
+    return _mm256_permute4x64_epi64(codes, 0xd8);
+  }
   template <bool Stream, bool EvenOdd>
   REGAUGE_INLINE static void store_ordered(Byte* p, const __m256 v[4]) {
     __m256i n[4], codes;
     for (int k = 0; k < 4; ++k) n[k] = round(v[k]);
     if constexpr (EvenOdd) {
-      const __m256i even = _mm256_packs_epi32(n[0], n[2]), odd = _mm256_packs_epi32(n[1], n[3]);
-      const __m128i pairs = _mm_setr_epi8(0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15);
-      codes = _mm256_shuffle_epi8(_mm256_packs_epi16(even, odd), _mm256_broadcastsi128_si256(pairs));
-      codes = _mm256_permute4x64_epi64(codes, 0xd8);
+      codes = pack_even_odd(n);
     } else {
       codes = _mm256_packs_epi16(_mm256_packs_epi32(n[0], n[1]), _mm256_packs_epi32(n[2], n[3]));
       codes = _mm256_permutevar8x32_epi32(codes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));

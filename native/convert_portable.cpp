@@ -1,6 +1,5 @@
 // Portable row kernels: one element at a time. They define the bytes that the vector kernels must give.
-#include "convert.hpp"
-#include "formats.hpp"
+#include "scales.hpp"
 
 namespace regauge {
 namespace {
@@ -12,32 +11,35 @@ T read(const std::uint8_t* p) {
   return value;
 }
 
-// The scales of one row: v * src, then * (1/dst) or / dst.
+// The scales of one row: v * src, then what the rule says about dst.
+template <class Src>
 struct Scales {
-  bool has_src, has_dst, divide;
+  bool has_src, has_dst;
+  Rule rule;
   float src = 1.0f, dst = 1.0f;
   std::uint32_t flip = 0;  // sign bit that the scales contribute
 
   Scales(const RowBatch& b, std::int64_t row, bool use_dst)
-      : has_src(b.src_scale != nullptr), has_dst(use_dst && b.dst_scale != nullptr), divide(b.divide) {
-    if (has_src) src = read<float>(b.src_scale + row * b.src_scale_stride);
-    if (has_dst) set_dst(read<float>(b.dst_scale + row * b.dst_scale_stride));
+      : has_src(b.src_scale != nullptr), has_dst(use_dst && b.dst_scale != nullptr), rule(b.scheme.rule) {
+    if (has_src) src = read_scale(b.src_scale + row * b.src_scale_stride, b.scheme.src_e8m0);
+    if (has_dst) set_dst(read_scale(b.dst_scale + row * b.dst_scale_stride, b.scheme.dst_e8m0));
     if (has_src) flip ^= bits_of(src) & kSign;
   }
   void set_dst(float s) {
     has_dst = true;
     flip ^= bits_of(s) & kSign;
-    dst = divide ? s : 1.0f / s;
+    dst = rule == Rule::kReciprocal ? 1.0f / s : s;
   }
   float apply(float v) const {
     if (has_src) v = v * src;
-    if (has_dst) v = divide ? v / dst : v * dst;
-    return v;
+    if (!has_dst) return v;
+    if (rule == Rule::kReciprocal) return v * dst;
+    return rule == Rule::kDivide ? v / dst : round_to<Src>(v / dst);
   }
 };
 
 template <class Src, class Dst>
-void convert_row(const std::uint8_t* s, std::uint8_t* d, std::int64_t n, const Scales& scales) {
+void convert_row(const std::uint8_t* s, std::uint8_t* d, std::int64_t n, const Scales<Src>& scales) {
   for (std::int64_t i = 0; i < n; ++i) {
     const float x = Src::decode(read<typename Src::Bits>(s + i * Src::kSize));
     const std::uint32_t sign = (bits_of(x) & kSign) ^ scales.flip;
@@ -47,7 +49,7 @@ void convert_row(const std::uint8_t* s, std::uint8_t* d, std::int64_t n, const S
 }
 
 template <class Src>
-std::uint32_t max_row(const std::uint8_t* s, std::int64_t n, const Scales& scales) {
+std::uint32_t max_row(const std::uint8_t* s, std::int64_t n, const Scales<Src>& scales) {
   std::uint32_t most = 0;
   for (std::int64_t i = 0; i < n; ++i) {
     const float v = scales.apply(Src::decode(read<typename Src::Bits>(s + i * Src::kSize)));
@@ -62,15 +64,16 @@ void convert_rows(const RowBatch& whole) {
   for (std::int64_t o = 0; o < whole.outer; ++o) {
     const RowBatch b = inner_batch(whole, o);
     for (std::int64_t r = 0; r < b.rows; ++r)
-      convert_row<Src, Dst>(b.src + r * b.src_stride, b.dst + r * b.dst_stride, b.n, Scales(b, r, true));
+      convert_row<Src, Dst>(b.src + r * b.src_stride, b.dst + r * b.dst_stride, b.n, Scales<Src>(b, r, true));
   }
 }
 
 template <class Src, class Dst>
 void dynamic_row(const RowBatch& b, std::int64_t r) {
-  Scales scales(b, r, false);
-  const float s = dynamic_scale(max_row<Src>(b.src + r * b.src_stride, b.n, scales), float_of(Dst::kMax));
-  std::memcpy(b.dst_scale + r * b.dst_scale_stride, &s, 4);
+  Scales<Src> scales(b, r, false);
+  const std::uint32_t amax = max_row<Src>(b.src + r * b.src_stride, b.n, scales);
+  const float s = dynamic_scale(amax, float_of(Dst::kMax), b.scheme);
+  write_scale(b.dst_scale + r * b.dst_scale_stride, s, b.scheme.dst_e8m0);
   scales.set_dst(s);
   convert_row<Src, Dst>(b.src + r * b.src_stride, b.dst + r * b.dst_stride, b.n, scales);
 }
@@ -85,7 +88,7 @@ template <class Src>
 std::uint32_t max_rows(const RowBatch& b) {
   std::uint32_t most = 0;
   for (std::int64_t r = 0; r < b.rows; ++r) {
-    const std::uint32_t m = max_row<Src>(b.src + r * b.src_stride, b.n, Scales(b, r, false));
+    const std::uint32_t m = max_row<Src>(b.src + r * b.src_stride, b.n, Scales<Src>(b, r, false));
     if (m > most) most = m;
   }
   return most;

@@ -160,11 +160,5 @@ inline auto with_format(Dtype d, F&& f) {
   return f(Int8{});
 }
 
-/// The scale of a row whose largest |v| has the bits `amax` (NaN and infinity count as the largest finite value).
-inline float dynamic_scale(std::uint32_t amax, float most) {
-  const float s = float_of(amax < kMaxFinite ? amax : kMaxFinite) / most;
-  return bits_of(s) < kMinNormal ? float_of(kMinNormal) : s;
-}
-
 }  // namespace
 }  // namespace regauge

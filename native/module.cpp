@@ -11,6 +11,7 @@
 
 #include "convert.hpp"
 #include "memcpy.hpp"
+#include "together.hpp"
 
 namespace nb = nanobind;
 using namespace regauge;
@@ -66,6 +67,13 @@ Dtype dtype_of(const std::string& name) {
   refuse("unknown dtype " + name + "; known: " + known);
 }
 
+Rule rule_of(const std::string& name) {
+  if (name == "reciprocal") return Rule::kReciprocal;
+  if (name == "divide") return Rule::kDivide;
+  if (name == "divide_source") return Rule::kDivideSource;
+  refuse("rule must be reciprocal, divide or divide_source, not " + name);
+}
+
 void copy_tiles(const Addresses& src, const Addresses& dst, const Ints& shape, const Ints& src_stride, const Ints& dst_stride,
                 Int run, Int threads, Int total, const std::string& isa) {
   const Boxes b = boxes_of(src, dst, shape, src_stride, dst_stride, run);
@@ -81,22 +89,51 @@ void check_dynamic(const Boxes& b, const Conversion& c) {
   if (!c.dynamic) return;
   if (!takes_dynamic(c.dst)) refuse("dynamic scales need an 8-bit target");
   if (!b.base[kDstScale]) refuse("dynamic scales need dst_scale, where they are stored");
+  if (!(c.scheme.floor >= 0x1p-126f && c.scheme.floor <= 0x1p127f)) refuse("floor must lie between 2**-126 and 2**127");
+  if (c.scheme.dst_e8m0 && !c.scheme.pow2) refuse("computed e8m0 scales need pow2");
 }
 
-void convert_tiles(const Addresses& src, const Addresses& dst, const Ints& shape, const Ints& src_stride,
-                   const Ints& dst_stride, Int run, const std::string& src_dtype, const std::string& dst_dtype, Int src_step,
-                   Int dst_step, const std::string& rule, int row_axes, const std::optional<Addresses>& src_scale,
-                   const Ints& src_scale_stride, const std::optional<Addresses>& dst_scale, const Ints& dst_scale_stride,
-                   bool dynamic, Int threads, Int total, const std::string& isa) {
-  Boxes b = boxes_of(src, dst, shape, src_stride, dst_stride, run);
-  if (rule != "reciprocal" && rule != "divide") refuse("rule must be reciprocal or divide, not " + rule);
-  const Conversion c{dtype_of(src_dtype), dtype_of(dst_dtype), src_step, dst_step, rule == "divide", dynamic, row_axes};
-  if (src_scale) set_operand(b, kSrcScale, *src_scale, src_scale_stride, "src_scale");
-  if (dst_scale) set_operand(b, kDstScale, *dst_scale, dst_scale_stride, "dst_scale");
-  check_dynamic(b, c);
+// A copy or a conversion, and the arrays that its addresses lie in.
+struct HeldPart {
+  Part part;
+  std::vector<Addresses> held;
+};
+
+HeldPart convert_part(const Addresses& src, const Addresses& dst, const Ints& shape, const Ints& src_stride,
+                      const Ints& dst_stride, Int run, const std::string& src_dtype, const std::string& dst_dtype, Int src_step,
+                      Int dst_step, const std::string& rule, int row_axes, const std::optional<Addresses>& src_scale,
+                      const Ints& src_scale_stride, const std::optional<Addresses>& dst_scale, const Ints& dst_scale_stride,
+                      bool dynamic, double floor, bool pow2, bool src_e8m0, bool dst_e8m0) {
+  const ScaleScheme scheme{rule_of(rule), pow2, src_e8m0, dst_e8m0, static_cast<float>(floor)};
+  const Conversion c{dtype_of(src_dtype), dtype_of(dst_dtype), src_step, dst_step, scheme, dynamic, row_axes};
+  HeldPart p{{boxes_of(src, dst, shape, src_stride, dst_stride, run), true, c}, {src, dst}};
+  if (src_scale) set_operand(p.part.boxes, kSrcScale, *src_scale, src_scale_stride, "src_scale"), p.held.push_back(*src_scale);
+  if (dst_scale) set_operand(p.part.boxes, kDstScale, *dst_scale, dst_scale_stride, "dst_scale"), p.held.push_back(*dst_scale);
+  check_dynamic(p.part.boxes, c);
+  return p;
+}
+
+HeldPart copy_part(const Addresses& src, const Addresses& dst, const Ints& shape, const Ints& src_stride, const Ints& dst_stride,
+                   Int run) {
+  return {{boxes_of(src, dst, shape, src_stride, dst_stride, run)}, {src, dst}};
+}
+
+void convert_tiles(const HeldPart& p, Int threads, Int total, const std::string& isa) {
   const How how = how_of(threads, total, isa);
   nb::gil_scoped_release release;
-  convert_boxes(b, c, how);
+  convert_boxes(p.part.boxes, p.part.conversion, how);
+}
+
+void run_parts(const std::vector<const HeldPart*>& held, Int threads, Int total, const std::string& isa) {
+  std::vector<Part> parts;
+  for (const HeldPart* h : held) {
+    if (!h) refuse("a part is None");
+    parts.push_back(h->part);
+    if (h->part.boxes.tiles != parts[0].boxes.tiles) refuse("parts have unequal numbers of tiles");
+  }
+  const How how = how_of(threads, total, isa);
+  nb::gil_scoped_release release;
+  if (!parts.empty()) run_together(parts, how);
 }
 
 void memcpy_bytes(Int dst, Int src, Int nbytes, Int threads, bool streaming) {
@@ -111,11 +148,16 @@ NB_MODULE(_native, m) {
   m.doc() = "Native kernels of regauge: copies and conversions of strided boxes of bytes.";
   m.def("copy_tiles", &copy_tiles, nb::arg("src"), nb::arg("dst"), nb::arg("shape"), nb::arg("src_stride"),
         nb::arg("dst_stride"), nb::arg("run"), nb::arg("threads"), nb::arg("total"), nb::arg("isa"));
-  m.def("convert_tiles", &convert_tiles, nb::arg("src"), nb::arg("dst"), nb::arg("shape"), nb::arg("src_stride"),
+  nb::class_<HeldPart>(m, "Part");
+  m.def("copy_part", &copy_part, nb::arg("src"), nb::arg("dst"), nb::arg("shape"), nb::arg("src_stride"), nb::arg("dst_stride"),
+        nb::arg("run"));
+  m.def("convert_part", &convert_part, nb::arg("src"), nb::arg("dst"), nb::arg("shape"), nb::arg("src_stride"),
         nb::arg("dst_stride"), nb::arg("run"), nb::arg("src_dtype"), nb::arg("dst_dtype"), nb::arg("src_step"),
         nb::arg("dst_step"), nb::arg("rule"), nb::arg("row_axes"), nb::arg("src_scale").none(), nb::arg("src_scale_stride"),
-        nb::arg("dst_scale").none(), nb::arg("dst_scale_stride"), nb::arg("dynamic"), nb::arg("threads"), nb::arg("total"),
-        nb::arg("isa"));
+        nb::arg("dst_scale").none(), nb::arg("dst_scale_stride"), nb::arg("dynamic"), nb::arg("floor"), nb::arg("pow2"),
+        nb::arg("src_e8m0"), nb::arg("dst_e8m0"));
+  m.def("convert_tiles", &convert_tiles, nb::arg("part"), nb::arg("threads"), nb::arg("total"), nb::arg("isa"));
+  m.def("run_together", &run_parts, nb::arg("parts"), nb::arg("threads"), nb::arg("total"), nb::arg("isa"));
   m.def("memcpy", &memcpy_bytes, nb::arg("dst"), nb::arg("src"), nb::arg("nbytes"), nb::arg("threads"), nb::arg("streaming"));
   m.def("isa", [] { return has_avx2() ? "avx2" : "portable"; });
 }

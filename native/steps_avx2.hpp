@@ -6,13 +6,35 @@
 // another one the fraction after which the next code begins. 32 elements are 32 bytes of one register all the way.
 #pragma once
 
-#include "convert.hpp"
 #include "convert_avx2.hpp"
+#include "scales.hpp"
 
 namespace regauge::avx2 {
 namespace {
 
 using Int = std::int64_t;
+
+constexpr Int kBlock = 32, kGroup = 4;  // elements; blocks whose codes are checked together before they are stored
+constexpr std::uint8_t kPause = 15;     // chunks done without steps after one in which they failed too often
+
+// Up to `most` rows from row `first` on.
+inline RowBatch some_rows(const RowBatch& b, Int first, Int most) {
+  RowBatch part = b;
+  part.src += first * b.src_stride, part.dst += first * b.dst_stride;
+  if (b.src_scale) part.src_scale += first * b.src_scale_stride;
+  if (b.dst_scale) part.dst_scale += first * b.dst_scale_stride;
+  if (b.ahead) part.ahead += first * b.n * b.src_size;
+  part.rows = b.rows - first < most ? b.rows - first : most;
+  return part;
+}
+
+template <class Dst>
+constexpr Dtype dtype_of() {
+  if constexpr (std::is_same_v<Dst, E4M3>) return Dtype::kE4M3;
+  if constexpr (std::is_same_v<Dst, E4M3Fnuz>) return Dtype::kE4M3Fnuz;
+  if constexpr (std::is_same_v<Dst, E5M2>) return Dtype::kE5M2;
+  return Dtype::kInt8;
+}
 
 template <class Dst>
 struct Grid;
@@ -20,6 +42,11 @@ template <>
 struct Grid<E4M3> {
   static constexpr int kMantissa = 3, kBias = 7;
   static constexpr std::uint32_t kLargest = 0x7e;  // code
+};
+template <>
+struct Grid<E4M3Fnuz> {
+  static constexpr int kMantissa = 3, kBias = 8;
+  static constexpr std::uint32_t kLargest = 0x7f;
 };
 template <>
 struct Grid<E5M2> {
@@ -77,6 +104,10 @@ REGAUGE_INLINE __m256i kept(__m256i v) {
 }
 
 template <class Dst>
+struct Constants;
+template <>
+struct Constants<Int8> {};
+template <class Dst>
 struct Constants {
   using S = Steps<Dst>;
   static constexpr std::uint32_t kZeroEnd = (S::kZero + 1) << S::kMantissa, kOffset = S::kNormal << S::kMantissa;
@@ -125,17 +156,21 @@ struct Stepper {
     lowest = _mm256_min_epu8(lowest, _mm256_sub_epi8(c, k.zero_end));
     c = _mm256_subs_epu8(c, k.offset);
     if constexpr (!Bounded) c = _mm256_min_epu8(c, k.largest);
-    return _mm256_permute4x64_epi64(_mm256_or_si256(c, _mm256_and_si256(high, k.sign)), 0xd8);
+    __m256i sign = _mm256_and_si256(high, k.sign);
+    if constexpr (std::is_same_v<Dst, E4M3Fnuz>)
+      sign = _mm256_andnot_si256(_mm256_cmpeq_epi8(c, _mm256_setzero_si256()), sign);
+    return _mm256_permute4x64_epi64(_mm256_or_si256(c, sign), 0xd8);
   }
 };
 
 // Blocks blocks, stored unless one of them needs the plain kernel: a line that was streamed is dear to write again.
-template <int Blocks, bool Stream, class Steps>
+// Lines to fetch: one in `Every` of those that are read.
+template <int Blocks, bool Stream, int Every = 1, class Steps>
 REGAUGE_INLINE bool step_group(const Byte* s, Byte* d, const Byte* ahead, Steps& steps) {
   __m256i c[Blocks];
 #pragma GCC unroll 4
   for (int k = 0; k < Blocks; ++k) {
-    _mm_prefetch(reinterpret_cast<const char*>(ahead + 64 * k), _MM_HINT_T0);
+    if (k % Every == 0) _mm_prefetch(reinterpret_cast<const char*>(ahead + 64 / Every * k), _MM_HINT_T0);
     c[k] = steps.codes(s + 64 * k);
   }
   const bool right = steps.right();

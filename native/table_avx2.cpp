@@ -5,6 +5,7 @@
 
 #if defined(__AVX2__)
 #include "convert_avx2.hpp"
+#include "scales.hpp"
 
 namespace regauge::avx2 {
 namespace {
@@ -18,6 +19,11 @@ struct Shape<E4M3> {
   static constexpr int kMantissa = 3;
   static constexpr std::uint32_t kSpecial = 0x7f;        // this magnitude and above: NaN
   static constexpr std::uint32_t kUnit = (127 - 9) << 23;   // smallest subnormal
+};
+template <>
+struct Shape<E4M3Fnuz> {
+  static constexpr int kMantissa = 3;
+  static constexpr std::uint32_t kUnit = (127 - 10) << 23;
 };
 template <>
 struct Shape<E5M2> {
@@ -35,9 +41,11 @@ struct RowScales {
   float src = 1.0f, dst = 1.0f;
   bool has_src = false, has_dst = false, divide = false;
 
-  RowScales(const RowBatch& b, Int r) : has_src(b.src_scale != nullptr), has_dst(b.dst_scale != nullptr), divide(b.divide) {
-    if (has_src) std::memcpy(&src, b.src_scale + r * b.src_scale_stride, 4);
-    if (has_dst) std::memcpy(&dst, b.dst_scale + r * b.dst_scale_stride, 4);
+  RowScales(const RowBatch& b, Int o, Int r) : has_src(b.src_scale != nullptr), has_dst(b.dst_scale != nullptr), divide(b.scheme.divides()) {
+    if (has_src)
+      src = read_scale(b.src_scale + o * b.outer_stride[kSrcScale] + r * b.src_scale_stride, b.scheme.src_e8m0);
+    if (has_dst)
+      dst = read_scale(b.dst_scale + o * b.outer_stride[kDstScale] + r * b.dst_scale_stride, b.scheme.dst_e8m0);
   }
   /// Scales of 2^-40 .. 2^40: no product of theirs with an fp8 value leaves the normal numbers.
   bool moderate() const {
@@ -54,12 +62,12 @@ REGAUGE_INLINE Table make_table(const RowScales& s) {
   const __m256 low = _mm256_setr_ps(0, 1, 2, 3, 4, 5, 6, 7);
   __m256 v[2] = {low, _mm256_add_ps(low, _mm256_set1_ps(8.0f))};
   const __m256 unit = floats(Shape<Src>::kUnit);
-  const float reciprocal = s.divide ? 1.0f : 1.0f / s.dst;
+  const float reciprocal = s.divide || !s.has_dst ? 1.0f : 1.0f / s.dst;
   const __m256 src = absolute(_mm256_set1_ps(s.src)), dst = absolute(_mm256_set1_ps(s.divide ? s.dst : reciprocal));
   __m256i r[2];
   for (int k = 0; k < 2; ++k) {
     v[k] = _mm256_mul_ps(_mm256_mul_ps(v[k], unit), src);
-    v[k] = s.divide ? _mm256_div_ps(v[k], dst) : _mm256_mul_ps(v[k], dst);
+    if (s.has_dst) v[k] = s.divide ? _mm256_div_ps(v[k], dst) : _mm256_mul_ps(v[k], dst);
     r[k] = _mm256_srli_epi32(Vector<BFloat16>::round(v[k]), 16);
   }
   __m256i entries = _mm256_permute4x64_epi64(_mm256_packus_epi32(r[0], r[1]), 0xd8);
@@ -73,12 +81,22 @@ REGAUGE_INLINE Table make_table(const RowScales& s) {
   return {_mm256_permute2x128_si256(packed, packed, 0x00), _mm256_permute2x128_si256(packed, packed, 0x11), bytes(flip)};
 }
 
-// Largest magnitudes of codes so far tell whether a special one is among them.
+// Whether a special code is among those of some blocks: the largest magnitude tells, or e4m3fnuz's one NaN is there.
 template <class Src>
-REGAUGE_INLINE bool has_special(__m256i most) {
-  const __m256i found = _mm256_cmpeq_epi8(_mm256_max_epu8(most, bytes(Shape<Src>::kSpecial)), most);
-  return !_mm256_testz_si256(found, found);
-}
+struct Special {
+  __m256i found = _mm256_setzero_si256();
+  REGAUGE_INLINE void look_at(__m256i x) {
+    if constexpr (std::is_same_v<Src, E4M3Fnuz>) found = _mm256_or_si256(found, _mm256_cmpeq_epi8(x, bytes(0x80u)));
+    else found = _mm256_max_epu8(found, _mm256_and_si256(x, bytes(0x7fu)));
+  }
+  REGAUGE_INLINE bool any() const {
+    if constexpr (std::is_same_v<Src, E4M3Fnuz>) return !_mm256_testz_si256(found, found);
+    else {
+      const __m256i at = _mm256_cmpeq_epi8(_mm256_max_epu8(found, bytes(Shape<Src>::kSpecial)), found);
+      return !_mm256_testz_si256(at, at);
+    }
+  }
+};
 
 // 32 codes to 32 bfloat16.
 template <class Src, bool Stream>
@@ -97,12 +115,12 @@ REGAUGE_INLINE void table_block(__m256i x, Byte* d, const Table& t) {
   put<Stream>(d + 32, _mm256_add_epi16(_mm256_unpackhi_epi8(low, high), e1));
 }
 
-// What the table cannot do: special codes, tails, extreme scales.
-__attribute__((noinline)) void plain_part(const RowBatch& b, Int row, Int at, Int count, ConvertRows rest) {
-  RowBatch part = b;
-  part.src += row * b.src_stride + at, part.dst += row * b.dst_stride + 2 * at;
-  if (b.src_scale) part.src_scale += row * b.src_scale_stride;
-  if (b.dst_scale) part.dst_scale += row * b.dst_scale_stride;
+// What the table cannot do: special codes, tails, extreme scales. Part of row r of outer index o.
+__attribute__((noinline)) void plain_part(const RowBatch& b, Int o, Int r, Int at, Int count, ConvertRows rest) {
+  RowBatch part = inner_batch(b, o);
+  part.src += r * b.src_stride + at, part.dst += r * b.dst_stride + 2 * at;
+  if (b.src_scale) part.src_scale += r * b.src_scale_stride;
+  if (b.dst_scale) part.dst_scale += r * b.dst_scale_stride;
   part.rows = 1, part.n = count, part.stream = b.stream && count % 32 == 0, part.ahead = nullptr;
   rest(part);
 }
@@ -110,67 +128,84 @@ __attribute__((noinline)) void plain_part(const RowBatch& b, Int row, Int at, In
 // Blocks blocks of 32 codes; false, and nothing stored, if a special code is among them.
 template <class Src, bool Stream, int Blocks>
 REGAUGE_INLINE bool table_group(const Byte* s, Byte* d, const Byte* ahead, const Table& t) {
-  __m256i x[Blocks], most = _mm256_setzero_si256();
+  __m256i x[Blocks];
+  Special<Src> special;
 #pragma GCC unroll 4
   for (int k = 0; k < Blocks; ++k) {
     if (k % 2 == 0) _mm_prefetch(reinterpret_cast<const char*>(ahead + 32 * k), _MM_HINT_T0);
     x[k] = load_bytes(s + 32 * k);
-    most = _mm256_max_epu8(most, _mm256_and_si256(x[k], bytes(0x7fu)));
+    special.look_at(x[k]);
   }
-  if (__builtin_expect(has_special<Src>(most), 0)) return false;
+  if (__builtin_expect(special.any(), 0)) return false;
 #pragma GCC unroll 4
   for (int k = 0; k < Blocks; ++k) table_block<Src, Stream>(x[k], d + 64 * k, t);
   return true;
 }
 
+// Row r of outer index o.
+template <class Src, bool Stream>
+REGAUGE_INLINE void row_with(const RowBatch& b, Int o, Int r, const Byte* ahead, const Table& t, ConvertRows rest) {
+  constexpr Int kWide = 128;  // codes
+  const Byte* s = b.src + o * b.outer_stride[kSrc] + r * b.src_stride;
+  Byte* d = b.dst + o * b.outer_stride[kDst] + r * b.dst_stride;
+  Int i = 0;
+  for (; i + kWide <= b.n; i += kWide)
+    if (!table_group<Src, Stream, 4>(s + i, d + 2 * i, ahead + i, t)) plain_part(b, o, r, i, kWide, rest);
+  for (; i + 32 <= b.n; i += 32)
+    if (!table_group<Src, Stream, 1>(s + i, d + 2 * i, ahead + i, t)) plain_part(b, o, r, i, 32, rest);
+  if (i < b.n) plain_part(b, o, r, i, b.n - i, rest);
+}
+
 // Rows that share a table.
 template <class Src, bool Stream>
 void rows_with(const RowBatch& b, const Table& shared, ConvertRows rest) {
-  constexpr Int kWide = 128;  // codes
   const Table t = shared;
   const Fetch fetch(b, b.n);
-  for (Int o = 0; o < b.outer; ++o) {
-    const Byte *s = b.src + o * b.outer_stride[kSrc], *ahead = fetch.row(o, 0);
-    Byte* d = b.dst + o * b.outer_stride[kDst];
-    for (Int r = 0; r < b.rows; ++r, s += b.src_stride, d += b.dst_stride, ahead += fetch.stride) {
-      Int i = 0;
-      for (; i + kWide <= b.n; i += kWide)
-        if (!table_group<Src, Stream, 4>(s + i, d + 2 * i, ahead + i, t)) plain_part(inner_batch(b, o), r, i, kWide, rest);
-      for (; i + 32 <= b.n; i += 32)
-        if (!table_group<Src, Stream, 1>(s + i, d + 2 * i, ahead + i, t)) plain_part(inner_batch(b, o), r, i, 32, rest);
-      if (i < b.n) plain_part(inner_batch(b, o), r, i, b.n - i, rest);
+  for (Int o = 0; o < b.outer; ++o)
+    for (Int r = 0; r < b.rows; ++r) row_with<Src, Stream>(b, o, r, fetch.row(o, r), t, rest);
+}
+
+// Rows with a table each.
+template <class Src, bool Stream>
+void rows_apart(const RowBatch& b, ConvertRows rest) {
+  const Fetch fetch(b, b.n);
+  for (Int o = 0; o < b.outer; ++o)
+    for (Int r = 0; r < b.rows; ++r) {
+      const RowScales scales(b, o, r);
+      if (__builtin_expect(scales.moderate(), 1))
+        row_with<Src, Stream>(b, o, r, fetch.row(o, r), make_table<Src>(scales), rest);
+      else plain_part(b, o, r, 0, b.n, rest);
     }
-  }
 }
 
 // Small batches with one scale throughout, as page tables give, share the table of the batch before.
 template <class Src>
 REGAUGE_INLINE Table remembered_table(const RowScales& s, Memo* memo) {
-  static_assert(sizeof(Table) <= sizeof(Memo::data));
+  static_assert(sizeof(Table) <= Memo::kBytes);
   if (!memo) return make_table<Src>(s);
-  const std::uint32_t key[2] = {bits_of(s.src), bits_of(s.dst)};
-  if (!memo->full || std::memcmp(key, memo->key, sizeof key) != 0) {
-    const Table t = make_table<Src>(s);
-    std::memcpy(memo->data, &t, sizeof t);
-    std::memcpy(memo->key, key, sizeof key);
-    memo->full = true;
-  }
+  Memo::Slot& slot = memo->of(bits_of(s.src), bits_of(s.dst));
   Table t;
-  std::memcpy(&t, memo->data, sizeof t);
+  if (slot.full) std::memcpy(&t, slot.data, sizeof t);
+  else t = make_table<Src>(s), std::memcpy(slot.data, &t, sizeof t), slot.full = true;
   return t;
+}
+
+// Rows that begin with a cache line, to be streamed.
+bool aligned_lines(const RowBatch& b) {
+  const Int steps = b.dst_stride | b.outer_stride[kDst];
+  return b.stream && ((reinterpret_cast<std::intptr_t>(b.dst) | steps) & 63) == 0;
 }
 
 // A batch whose rows share their scales.
 template <class Src>
 void alike_rows(const RowBatch& b, ConvertRows rest) {
-  const RowScales scales(b, 0);
+  const RowScales scales(b, 0, 0);
   if (!scales.moderate()) {
     rest(b);
     return;
   }
   const Table table = remembered_table<Src>(scales, b.memo);
-  const Int steps = b.dst_stride | b.outer_stride[kDst];
-  if (b.stream && ((reinterpret_cast<std::intptr_t>(b.dst) | steps) & 63) == 0) rows_with<Src, true>(b, table, rest);
+  if (aligned_lines(b)) rows_with<Src, true>(b, table, rest);
   else rows_with<Src, false>(b, table, rest);
 }
 
@@ -180,26 +215,28 @@ void rows(const RowBatch& b, ConvertRows rest) {
     alike_rows<Src>(b, rest);
     return;
   }
-  for (Int o = 0; o < b.outer; ++o)
-    for (Int r = 0; r < b.rows; ++r) {
-      RowBatch one = inner_batch(b, o);
-      one.src += r * b.src_stride, one.dst += r * b.dst_stride;
-      if (one.src_scale) one.src_scale += r * b.src_scale_stride;
-      if (one.dst_scale) one.dst_scale += r * b.dst_scale_stride;
-      if (one.ahead) one.ahead += r * b.n;
-      one.rows = 1;
-      alike_rows<Src>(one, rest);
-    }
+  if (same_scales_outside(b)) {
+    for (Int r = 0; r < b.rows; ++r) alike_rows<Src>(outer_batch(b, r), rest);
+    return;
+  }
+  if (aligned_lines(b)) rows_apart<Src, true>(b, rest);
+  else rows_apart<Src, false>(b, rest);
 }
 
 void e4m3_rows(const RowBatch& b) { rows<E4M3>(b, kernels(Dtype::kE4M3, Dtype::kBFloat16).convert); }
+void e4m3fnuz_rows(const RowBatch& b) { rows<E4M3Fnuz>(b, kernels(Dtype::kE4M3Fnuz, Dtype::kBFloat16).convert); }
 void e5m2_rows(const RowBatch& b) { rows<E5M2>(b, kernels(Dtype::kE5M2, Dtype::kBFloat16).convert); }
 
 }  // namespace
 
 ConvertRows table_rows(Dtype src, Dtype dst) {
   if (dst != Dtype::kBFloat16) return nullptr;
-  return src == Dtype::kE4M3 ? e4m3_rows : src == Dtype::kE5M2 ? e5m2_rows : nullptr;
+  switch (src) {
+    case Dtype::kE4M3: return e4m3_rows;
+    case Dtype::kE4M3Fnuz: return e4m3fnuz_rows;
+    case Dtype::kE5M2: return e5m2_rows;
+    default: return nullptr;
+  }
 }
 
 }  // namespace regauge::avx2

@@ -21,7 +21,20 @@ def copy_tiles(
     Raises ValueError, before anything is written, for more than 8 axes, negative sizes or lengths that differ.
     """
 
-def convert_tiles(
+class Part:
+    """One copy or conversion, with its arguments checked; it keeps the arrays of addresses alive."""
+
+def copy_part(
+    src: npt.NDArray[np.int64],
+    dst: npt.NDArray[np.int64],
+    shape: Sequence[int],
+    src_stride: Sequence[int],
+    dst_stride: Sequence[int],
+    run: int,
+) -> Part:
+    """Return a copy of `run` bytes at every index of every tile. Raises ValueError as copy_tiles does."""
+
+def convert_part(
     src: npt.NDArray[np.int64],
     dst: npt.NDArray[np.int64],
     shape: Sequence[int],
@@ -39,11 +52,21 @@ def convert_tiles(
     dst_scale: npt.NDArray[np.int64] | None,
     dst_scale_stride: Sequence[int],
     dynamic: bool,
-    threads: int,
-    total: int,
-    isa: str,
-) -> None:
-    """Convert a row of `run` elements at every index of every tile. Raises ValueError as copy_tiles does."""
+    floor: float,
+    pow2: bool,
+    src_e8m0: bool,
+    dst_e8m0: bool,
+) -> Part:
+    """Return a conversion of a row of `run` elements at every index of every tile; `src_e8m0`, `dst_e8m0`: scales of one byte.
+
+    Raises ValueError as copy_tiles does, and for scales that cannot be computed.
+    """
+
+def convert_tiles(part: Part, threads: int, total: int, isa: str) -> None:
+    """Run one conversion."""
+
+def run_together(parts: Sequence[Part], threads: int, total: int, isa: str) -> None:
+    """Run parts that have the same number of tiles, tile by tile. Raises ValueError when they have not."""
 
 def memcpy(dst: int, src: int, nbytes: int, threads: int, streaming: bool) -> None:
     """Copy bytes between addresses with the C library's memcpy, or with our own streaming stores."""

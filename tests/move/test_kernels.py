@@ -5,84 +5,32 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernel_cases import (
+    DTYPES,
+    EIGHT_BIT,
+    FP8,
+    GUARD,
+    RULES,
+    SCALES,
+    Case,
+    address,
+    codes_of,
+    noise,
+    row,
+    span,
+    strides_in,
+)
 
-from regauge.move import kernels, reference
-from regauge.plan.tiles import Convert, Int64, Tiles
-
-ISAS = ("portable", "avx2") if kernels.isa() == "avx2" else ("portable",)
-DTYPES = tuple(reference.ITEMSIZE)
-FP8 = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2")
-EIGHT_BIT = (*FP8, "int8")
-GUARD = 192
-
-SCALES: tuple[float, ...] = (0.37, 0.0123, -3.3, 1e-30, 1e30, 1e-42, 2.0**-126, 2.0, 0.0, np.inf)
-
-
-def address(array: np.ndarray, *offsets: int) -> Int64:
-    return np.array([array.ctypes.data + o for o in (offsets or (0,))], np.int64)
-
-
-def filler() -> tuple[Tiles, tuple[np.ndarray, np.ndarray]]:
-    """A copy that lifts a call's output over the size from which on stores bypass the cache; with its buffers."""
-    a, b = np.zeros(1 << 20, np.uint8), np.zeros(1 << 20, np.uint8)
-    return Tiles(address(a), address(b), (), (), (), len(a)), (a, b)
-
-
-@dataclass
-class Case:
-    """Tiles over their own buffers: run them anywhere, from the same start, and compare all bytes of all outputs."""
-
-    tiles: Tiles
-    outputs: Sequence[np.ndarray]
-    keep: Sequence[np.ndarray]
-
-    def run(self, **how: object) -> list[np.ndarray]:
-        before = [o.copy() for o in self.outputs]
-        stream = how.pop("stream", False)
-        extra, _buffers = filler()
-        kernels.run([self.tiles, extra] if stream else [self.tiles], **how)  # type: ignore[arg-type]
-        results = [o.copy() for o in self.outputs]
-        for output, start in zip(self.outputs, before, strict=True):
-            output[...] = start
-        return results
-
-    def check(self, *, threads: int = 1, stream: bool = False) -> None:
-        expected = self.run(backend="numpy")
-        for isa in ISAS:
-            for got, want in zip(self.run(isa=isa, threads=threads, stream=stream), expected, strict=True):
-                assert np.array_equal(got, want), f"isa {isa}"
-
+from regauge.move import reference
+from regauge.plan.tiles import Convert, Tiles
 
 # ---- formats: every 16-bit and 8-bit input, raw 32-bit inputs ----
-
-
-def row(codes: np.ndarray, src: str, dst: str, **scales: object) -> Case:
-    """One row of all `codes` in order; `scales`: src_scale, dst_scale (floats), rule, dynamic."""
-    out = np.full(len(codes) * reference.ITEMSIZE[dst] + 2 * GUARD, 0xA5, np.uint8)
-    keep, outputs = [codes], [out]
-    for name in ("src_scale", "dst_scale"):
-        if name in scales:
-            array = np.array([scales[name]], np.float32)
-            keep.append(array)
-            if scales.get("dynamic") and name == "dst_scale":
-                outputs.append(array)
-            scales[name] = address(array)
-    convert = Convert(src, dst, codes.dtype.itemsize, reference.ITEMSIZE[dst], **scales)  # type: ignore[arg-type]
-    return Case(Tiles(address(codes), address(out, GUARD), (), (), (), len(codes), convert), outputs, keep)
-
-
-def codes_of(dtype: str) -> np.ndarray:
-    size = reference.ITEMSIZE[dtype]
-    if size < 4:
-        return np.arange(256**size, dtype=f"u{size}")
-    return np.random.default_rng(3).integers(0, 2**32, 30_011, dtype=np.uint32)
 
 
 @pytest.mark.parametrize("dst", DTYPES)
@@ -91,7 +39,7 @@ def test_all_inputs_without_a_scale(src: str, dst: str) -> None:
     row(codes_of(src), src, dst).check()
 
 
-@pytest.mark.parametrize("rule", ["reciprocal", "divide"])
+@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("dst", DTYPES)
 @pytest.mark.parametrize("src", DTYPES)
 def test_all_inputs_with_odd_scales(src: str, dst: str, rule: str) -> None:
@@ -176,7 +124,7 @@ def test_raw_float32_bits(raw: bytes, dst: str, scale_bits: int | None, divide: 
 
 @pytest.mark.parametrize("dst", EIGHT_BIT)
 @pytest.mark.parametrize("src", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("rule", ["reciprocal", "divide"])
+@pytest.mark.parametrize("rule", RULES)
 def test_dynamic_scales_of_special_rows(src: str, dst: str, rule: str) -> None:
     subnormal, nan, inf = 1e-40 if src != "float16" else 6e-8, np.nan, np.inf
     rng = np.random.default_rng(5)
@@ -190,23 +138,6 @@ def test_dynamic_scales_of_special_rows(src: str, dst: str, rule: str) -> None:
 
 
 # ---- boxes: random shapes, orders of axes, alignments ----
-
-
-def strides_in(order: Sequence[int], shape: Sequence[int], size: int, pad: int) -> tuple[int, ...]:
-    """Byte strides of axes that lie in `order` (outermost first), elements of `size` bytes, `pad` bytes after each axis."""
-    strides, at = [0] * len(shape), size
-    for axis in reversed(order):
-        strides[axis] = at
-        at = at * shape[axis] + pad
-    return tuple(strides)
-
-
-def span(shape: Sequence[int], strides: Sequence[int], size: int) -> int:
-    return size + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
-
-
-def noise(count: int) -> np.ndarray:
-    return np.random.default_rng(count).integers(0, 256, count, dtype=np.uint8)
 
 
 @st.composite
@@ -270,13 +201,19 @@ def conversions(draw: st.DrawFn) -> Case:
             continue
         rows = math.prod(free)
         values = np.random.default_rng(rows).lognormal(size=n * rows).astype(np.float32)
+        if draw(st.booleans()):
+            values = np.random.default_rng(rows).integers(120, 132, n * rows, np.uint8)
+            operands[f"{name}_dtype"] = "float8_e8m0fnu"
+        size = values.itemsize
         shared = not dynamic and draw(st.booleans())
-        strides = [0] * axes if shared else [*strides_in(range(len(free)), free, 4, 0), *[0] * row_axes]
-        operands[name] = address(values, *(4 * i * rows for i in range(n)))
+        strides = [0] * axes if shared else [*strides_in(range(len(free)), free, size, 0), *[0] * row_axes]
+        operands[name] = address(values, *(size * i * rows for i in range(n)))
         operands[f"{name}_stride"] = tuple(strides)
         (outputs if dynamic and name == "dst_scale" else keep).append(values)
-    rule = draw(st.sampled_from(["reciprocal", "divide"]))
-    convert = Convert(src_dtype, dst_dtype, steps[0][-1], steps[1][-1], rule, row_axes, dynamic=dynamic, **operands)  # type: ignore[arg-type]
+    operands["rule"] = draw(st.sampled_from(RULES))
+    operands["floor"] = draw(st.sampled_from([2.0**-126, 1e-4 / 448, 0.37]))
+    operands["pow2"] = draw(st.booleans()) or operands.get("dst_scale_dtype") == "float8_e8m0fnu"
+    convert = Convert(src_dtype, dst_dtype, steps[0][-1], steps[1][-1], row_axes=row_axes, dynamic=dynamic, **operands)  # type: ignore[arg-type]
     return Case(Tiles(a, b, tuple(shape), steps[0][:-1], steps[1][:-1], run, convert), outputs, keep)
 
 

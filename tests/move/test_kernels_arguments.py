@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 
 import numpy as np
@@ -14,6 +15,11 @@ from regauge.plan.tiles import Convert, Int64, Tiles
 
 def address(array: np.ndarray) -> Int64:
     return np.array([array.ctypes.data], np.int64)
+
+
+DYNAMIC = functools.partial(
+    Convert, "float16", "int8", 2, 1, dynamic=True, dst_scale=np.zeros(1, np.int64), dst_scale_stride=(0, 0)
+)
 
 
 @pytest.fixture
@@ -38,6 +44,10 @@ def good() -> Iterator[Tiles]:
         ({"convert": Convert("float16", "float32", 2, 4, row_axes=3)}, "row_axes"),
         ({"convert": Convert("float16", "float32", 2, 4, dynamic=True)}, "8-bit target"),
         ({"convert": Convert("float16", "float8_e5m2", 2, 1, dynamic=True)}, "dst_scale"),
+        ({"convert": DYNAMIC(floor=0.0)}, "floor is 0.0"),
+        ({"convert": DYNAMIC(floor=float("nan"))}, "floor is nan"),
+        ({"convert": DYNAMIC(dst_scale_dtype="float8_e8m0fnu")}, "set pow2"),
+        ({"convert": DYNAMIC(src_scale_dtype="float16")}, "src_scale_dtype"),
         ({"convert": Convert("float16", "float32", 2, 4, src_scale=np.zeros(1, np.int64))}, "0 strides"),
     ],
 )

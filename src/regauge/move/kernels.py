@@ -19,6 +19,8 @@ Backend = Literal["native", "numpy"]
 Isa = Literal["auto", "avx2", "portable"]
 
 MAX_AXES = 8
+RULES = ("reciprocal", "divide", "divide_source")
+MIN_FLOOR, MAX_FLOOR = 2.0**-126, 2.0**127
 
 
 def isa() -> str:
@@ -47,15 +49,49 @@ def run(tiles: Sequence[Tiles], *, threads: int = 1, backend: Backend = "native"
     if backend != "native":
         raise ValueError(f"backend must be native or numpy, not {backend!r}")
     total = sum(_output_bytes(t) for t in tiles)
-    for t in tiles:
-        if t.convert is None:
-            _native.copy_tiles(t.src, t.dst, t.shape, t.src_stride, t.dst_stride, t.run, threads, total, isa)
+    for group in _groups(tiles):
+        first = group[0]
+        if len(group) > 1 or _holds_its_scales(first):
+            _native.run_together([_part(t) for t in group], threads, total, isa)
+        elif first.convert is None:
+            _native.copy_tiles(
+                first.src, first.dst, first.shape, first.src_stride, first.dst_stride, first.run, threads, total, isa
+            )
         else:
-            _convert(t, t.convert, threads, total, isa)
+            _native.convert_tiles(_part(first), threads, total, isa)
 
 
-def _convert(t: Tiles, c: Convert, threads: int, total: int, isa: Isa) -> None:
-    _native.convert_tiles(
+def _groups(tiles: Sequence[Tiles]) -> list[list[Tiles]]:
+    """Tiles whose targets interleave, like codes and what is copied beside them, are run together."""
+    groups: list[list[Tiles]] = []
+    for t in tiles:
+        if groups and _interleave(groups[-1][0], t):
+            groups[-1].append(t)
+        else:
+            groups.append([t])
+    return groups
+
+
+def _interleave(a: Tiles, b: Tiles) -> bool:
+    if (a.convert is None and b.convert is None) or len(a.dst) != len(b.dst) or len(a.dst) == 0:
+        return False
+    step, apart = max(a.dst_stride, default=0), int(b.dst[0]) - int(a.dst[0])
+    return abs(apart) < step and bool((b.dst - a.dst == apart).all())
+
+
+def _holds_its_scales(t: Tiles) -> bool:
+    """Whether scales are written between the codes."""
+    c = t.convert
+    if c is None or not c.dynamic or c.dst_scale is None or len(t.dst) == 0:
+        return False
+    return abs(int(c.dst_scale[0]) - int(t.dst[0])) < max(t.dst_stride, default=0)
+
+
+def _part(t: Tiles) -> _native.Part:
+    c = t.convert
+    if c is None:
+        return _native.copy_part(t.src, t.dst, t.shape, t.src_stride, t.dst_stride, t.run)
+    return _native.convert_part(
         t.src,
         t.dst,
         t.shape,
@@ -73,9 +109,10 @@ def _convert(t: Tiles, c: Convert, threads: int, total: int, isa: Isa) -> None:
         c.dst_scale,
         c.dst_scale_stride,
         c.dynamic,
-        threads,
-        total,
-        isa,
+        c.floor,
+        c.pow2,
+        c.src_scale_dtype == "float8_e8m0fnu",
+        c.dst_scale_dtype == "float8_e8m0fnu",
     )
 
 
@@ -92,15 +129,16 @@ def _check(t: Tiles, where: str) -> None:
     axes, count = len(t.shape), len(t.src)
     _check_operand(t.src, t.src_stride, count, axes, f"{where}.src")
     _check_operand(t.dst, t.dst_stride, count, axes, f"{where}.dst")
-    c = t.convert
-    if c is None:
-        return
-    where = f"{where}.convert"
+    if t.convert is not None:
+        _check_convert(t.convert, count, axes, f"{where}.convert")
+
+
+def _check_convert(c: Convert, count: int, axes: int, where: str) -> None:
     for dtype in (c.src_dtype, c.dst_dtype):
         if dtype not in reference.ITEMSIZE:
             raise ValueError(f"{where}: unknown dtype {dtype!r}; known: {', '.join(reference.ITEMSIZE)}")
-    if c.rule not in ("reciprocal", "divide"):
-        raise ValueError(f"{where}.rule must be reciprocal or divide, not {c.rule!r}")
+    if c.rule not in RULES:
+        raise ValueError(f"{where}.rule must be one of {', '.join(RULES)}, not {c.rule!r}")
     if not 0 <= c.row_axes <= axes:
         raise ValueError(f"{where}.row_axes is {c.row_axes}; the shape has {axes} axes")
     for name, base, stride in (
@@ -112,8 +150,20 @@ def _check(t: Tiles, where: str) -> None:
         _check_operand(base, stride, count, axes, f"{where}.{name}")
         if any(stride[axes - c.row_axes :]):
             raise ValueError(f"{where}.{name}_stride must be 0 along the last {c.row_axes} axes: they are one row")
-    if c.dynamic and (c.dst_scale is None or not DTYPES[c.dst_dtype].takes_scales):
+    for name, dtype in (("src_scale_dtype", c.src_scale_dtype), ("dst_scale_dtype", c.dst_scale_dtype)):
+        if dtype not in reference.SCALE_ITEMSIZE:
+            raise ValueError(f"{where}.{name} must be one of {', '.join(reference.SCALE_ITEMSIZE)}, not {dtype!r}")
+    if c.dynamic:
+        _check_dynamic(c, where)
+
+
+def _check_dynamic(c: Convert, where: str) -> None:
+    if c.dst_scale is None or not DTYPES[c.dst_dtype].takes_scales:
         raise ValueError(f"{where}: dynamic scales need an 8-bit target and dst_scale, where they are stored")
+    if not MIN_FLOOR <= c.floor <= MAX_FLOOR:
+        raise ValueError(f"{where}.floor is {c.floor}; computed scales need one from 2**-126 to 2**127")
+    if c.dst_scale_dtype != "float32" and not c.pow2:
+        raise ValueError(f"{where}: computed scales of {c.dst_scale_dtype} are powers of two: set pow2")
 
 
 def _check_operand(base: Int64, stride: tuple[int, ...], count: int, axes: int, where: str) -> None:

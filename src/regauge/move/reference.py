@@ -5,6 +5,7 @@ For every tile and every index of `shape`, `run` bytes are copied, or a row of `
     v = float32(x)                                    exact
     v = v * s_src                                     when there is a source scale
     w = v * (1 / s_dst)   or   w = v / s_dst          when there is a target scale: rule "reciprocal" or "divide"
+    w = float32(round(v / s_dst))                     rule "divide_source": rounded to the source's dtype
     code = round_to_nearest_even(clamp(w))
 
 in IEEE float32, every operation rounded on its own (no fused multiply-add), subnormals kept everywhere.
@@ -21,13 +22,18 @@ in IEEE float32, every operation rounded on its own (no fused multiply-add), sub
   read as -128. int8 has no NaN: NaN becomes 0.
 * fp8 and fp16 NaN widen to quiet NaN: e4m3fn's and e4m3fnuz's without payload, fp16's (and e5m2's, which is a truncated fp16) with
   theirs. Narrowing to fp16 or bf16 keeps sign and top payload bits and sets the quiet bit. A NaN that a scale brings
-  forth (0 * inf) has the sign and payload that the CPU gives it, except in 8-bit targets, where it follows the rules above.
+  forth (0 * inf, or a scale of NaN) has the sign and payload that the CPU gives it, except in 8-bit targets, where it follows the rules above.
+* Rule "divide_source" rounds the quotient as IEEE does (nearest even, overflow to infinity, NaN quiet) to bfloat16 or
+  float16; for sources of other dtypes it is "divide". (A tensor that is divided in its own dtype before the cast, as
+  SGLang's generic attention path does, gives these codes.)
 * Dynamic target scales, for 8-bit targets: amax = the largest |v| of the row, compared as integer bits and then no more
-  than the largest finite float32 (so that NaN and infinity count as that); s_dst = max(amax / MAX, 2**-126) with
-  MAX = 448, 240, 57344 or 127, stored as float32, then used by `rule`.
+  than the largest finite float32 (so that NaN and infinity count as that); s_dst = max(amax / MAX, floor) with
+  MAX = 448, 240, 57344 or 127; with `pow2` the smallest power of two that is no less than that; stored, then used by
+  `rule`.
+* Scales in memory are float32, or float8_e8m0fnu: a byte c stands for 2**(c - 127), 0xff for NaN.
 
 Formats: OCP 8-bit floating point specification 1.0 (e4m3fn, e5m2); Noune et al., 8-bit Numerical Formats for Deep
-Neural Networks, 2022 (e4m3fnuz); IEEE 754 binary16 and binary32, bfloat16 = the top
+Neural Networks, 2022 (e4m3fnuz); OCP Microscaling formats 1.0 (e8m0); IEEE 754 binary16 and binary32, bfloat16 = the top
 half of binary32.
 """
 
@@ -49,8 +55,11 @@ Bytes = npt.NDArray[np.uint8]
 Float32 = npt.NDArray[np.float32]
 Codes = npt.NDArray[np.unsignedinteger[Any]]
 
-ITEMSIZE: Mapping[str, int] = MappingProxyType({name: d.itemsize for name, d in DTYPES.items()})
+ITEMSIZE: Mapping[str, int] = MappingProxyType({name: d.itemsize for name, d in DTYPES.items() if not d.opaque})
 """Bytes of one element of every dtype that the kernels convert."""
+
+SCALE_ITEMSIZE: Mapping[str, int] = MappingProxyType({"float32": 4, "float8_e8m0fnu": 1})
+"""Bytes of one scale of every dtype that scales are stored in."""
 
 MAX_FINITE: Mapping[str, float] = MappingProxyType({n: DTYPES[n].max for n in ITEMSIZE if DTYPES[n].saturates})
 """Largest finite value of the dtypes that saturate."""
@@ -122,12 +131,44 @@ def encode(w: Float32, dtype: str, negative: npt.NDArray[np.bool_]) -> Codes:
     return code
 
 
-def dynamic_scale(v: Float32, dtype: str, axes: tuple[int, ...]) -> Float32:
+def decode_scale(codes: Codes, dtype: str) -> Float32:
+    """Widen the bits of scales, float32 or float8_e8m0fnu, to float32."""
+    if dtype == "float32":
+        return codes.view(np.float32)
+    bits = codes.astype(np.uint32) << 23
+    bits = np.where(codes == 0, np.uint32(0x00400000), np.where(codes == 0xFF, np.uint32(0x7FC00000), bits))
+    return bits.view(np.float32)
+
+
+def encode_scale(scale: Float32, dtype: str) -> Codes:
+    """Return the bits of scales that were computed; of powers of two where `dtype` is float8_e8m0fnu."""
+    bits = np.ascontiguousarray(scale).view(np.uint32)
+    return bits if dtype == "float32" else (bits >> 23).astype(np.uint8)
+
+
+def dynamic_scale(
+    v: Float32, dtype: str, axes: tuple[int, ...], floor: float = 2.0**-126, pow2: bool = False
+) -> Float32:
     """Return the scale of every row of `v`; `axes` are the axes of one row, kept with length 1."""
     amax = (v.view(np.uint32) & 0x7FFFFFFF).max(axis=axes, keepdims=True, initial=0)
     finite = np.minimum(amax, np.uint32(0x7F7FFFFF)).view(np.float32)
-    scale: Float32 = np.maximum(finite / np.float32(MAX_FINITE[dtype]), np.float32(2.0**-126))
+    scale: Float32 = np.maximum(finite / np.float32(MAX_FINITE[dtype]), np.float32(floor))
+    if pow2:
+        scale = ((scale.view(np.uint32) + np.uint32(0x7FFFFF)) & np.uint32(0x7F800000)).view(np.float32)
     return scale
+
+
+def _quotient(v: Float32, s: Float32, c: Convert) -> Float32:
+    if c.rule == "reciprocal":
+        return v * (np.float32(1) / s)
+    w = v / s
+    if c.rule == "divide" or c.src_dtype not in ("bfloat16", "float16"):
+        return w
+    if c.src_dtype == "bfloat16":
+        return decode(encode(w, c.src_dtype, np.signbit(w)), c.src_dtype)
+    nan = (w.view(np.uint32) >> 16 & 0x8000) | 0x7E00 | (w.view(np.uint32) >> 13 & 0x1FF)
+    half = np.where(np.isnan(w), np.float32(0), w).astype(np.float16).view(np.uint16)
+    return _from_half(np.where(np.isnan(w), nan.astype(np.uint16), half))
 
 
 def _from_half(codes: Codes) -> Float32:
@@ -148,16 +189,16 @@ def _convert_tile(t: Tiles, c: Convert, i: int) -> None:
     with np.errstate(all="ignore"):
         v = x
         if c.src_scale is not None:
-            s = _load(int(c.src_scale[i]), shape, (*c.src_scale_stride, 0), 4).view(np.float32)
+            s = _load_scale(int(c.src_scale[i]), shape, c.src_scale_stride, c.src_scale_dtype)
             v, negative = v * s, negative ^ np.signbit(s)
         w = v
         if c.dst_scale is not None:
-            place = (int(c.dst_scale[i]), shape, (*c.dst_scale_stride, 0))
+            at, stride, dtype = int(c.dst_scale[i]), c.dst_scale_stride, c.dst_scale_dtype
             if c.dynamic:
-                scale = np.broadcast_to(dynamic_scale(v, c.dst_dtype, row), shape)
-                _store(*place, np.ascontiguousarray(scale).view(np.uint32))
-            s = _load(*place, 4).view(np.float32)
-            w = v / s if c.rule == "divide" else v * (np.float32(1) / s)
+                scale = dynamic_scale(v, c.dst_dtype, row, c.floor, c.pow2)
+                _store(at, shape, (*stride, 0), encode_scale(np.broadcast_to(scale, shape), dtype))
+            s = _load_scale(at, shape, stride, dtype)
+            w = _quotient(v, s, c)
             negative = negative ^ np.signbit(s)
         out = encode(w, c.dst_dtype, negative)
     _store(int(t.dst[i]), shape, (*t.dst_stride, c.dst_step), out)
@@ -173,6 +214,10 @@ def _load(address: int, shape: tuple[int, ...], strides: tuple[int, ...], size: 
     raw = np.ascontiguousarray(_memory(address, (*shape, size), (*strides, 1)))
     codes: Codes = raw.view(np.dtype(f"u{size}"))[..., 0]
     return codes
+
+
+def _load_scale(address: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: str) -> Float32:
+    return decode_scale(_load(address, shape, (*strides, 0), SCALE_ITEMSIZE[dtype]), dtype)
 
 
 def _store(address: int, shape: tuple[int, ...], strides: tuple[int, ...], codes: Codes) -> None:

@@ -19,9 +19,15 @@ Rule = Literal["reciprocal", "divide", "divide_source"]
 class Convert:
     """How the elements of one row change.
 
-    A row is `Tiles.run` elements, `src_step` and `dst_step` bytes apart. Scales are float32 in memory and are addressed
-    like the elements: one base per tile plus one stride per axis. The last `row_axes` axes belong to the row: a
-    scale is constant (and, when `dynamic`, computed) over them and the row's elements together.
+    A row is `Tiles.run` elements, `src_step` and `dst_step` bytes apart. Scales are addressed like the elements: one base
+    per tile plus one stride per axis. The last `row_axes` axes belong to the row: a scale is constant (and, when
+    `dynamic`, computed) over them and the row's elements together. How scales and codes are made, bit for bit: see
+    `regauge.move.reference`.
+
+    * `rule`: v * (1 / s), v / s, or v / s rounded to the source's dtype before the code is made.
+    * `floor`, `pow2`: the smallest computed scale, and whether computed scales are rounded up to powers of two.
+    * `src_scale_dtype`, `dst_scale_dtype`: of the scales in memory, "float32" or "float8_e8m0fnu" (one byte; computed ones
+      need `pow2`).
     """
 
     src_dtype: str
