@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from kernel_cases import (
     DTYPES,
     EIGHT_BIT,
@@ -26,7 +27,6 @@ from kernel_cases import (
     span,
     strides_in,
 )
-
 from regauge.move import reference
 from regauge.plan.tiles import Convert, Tiles
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_cases import DTYPES, EIGHT_BIT, FP8, GUARD, RULES, Case, address, codes_of, noise, row
 
+from kernel_cases import DTYPES, EIGHT_BIT, FP8, GUARD, RULES, Case, address, codes_of, noise, row
 from regauge.move import reference
 from regauge.plan.tiles import Convert, Tiles
 
