@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from regauge import __version__, cli_check, cli_cost, cli_quality
+from regauge import __version__, cli_check, cli_cost, cli_probe, cli_quality
 from regauge.errors import ConfigError, LayoutError, Refused, RegaugeError
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="regauge", formatter_class=argparse.RawDescriptionHelpFormatter,
         description="KV caches cross between unlike accelerators: checked, planned, carried.",
-        epilog="serving:   serve\nlayouts:   check, explain, layout\nmeasuring: bench\nhelp:      version, collect-env\n\n"
+        epilog="serving:   serve\nlayouts:   check, explain, layout, probe\nmeasuring: bench\nhelp:      version, collect-env\n\n"
         "exit codes: 0 fine, 1 found a problem, 2 misuse")  # fmt: skip
     verbs = parser.add_subparsers(dest="verb", metavar="COMMAND", required=True, parser_class=_Parser)
 
@@ -99,6 +99,9 @@ def _parser() -> argparse.ArgumentParser:
     for name, text in _ENGINE_NUMBERS.items():
         layout.add_argument(f"--{name}", type=int, metavar="N", help=text)
     layout.add_argument("--list", action="store_true", help="list the shipped models")
+    cli_probe.arguments(
+        verb("probe", "check a declared layout against an engine's bytes, or search a dump"), _LAYOUT_HELP, _MODEL_HELP
+    )
     _bench_arguments(verb("bench", "measure what a conversion does to a model's answers, or what moving costs here"))
     verb("version", "print the version")
     verb("collect-env", "print what a bug report needs")
@@ -153,7 +156,7 @@ def _bench_arguments(bench: argparse.ArgumentParser) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code."""
     options = _parser().parse_args(arguments)
-    verbs = {"serve": _serve, "check": _check, "explain": _explain, "layout": _layout, "bench": _bench,
+    verbs = {"serve": _serve, "check": _check, "explain": _explain, "layout": _layout, "probe": _probe, "bench": _bench,
              "version": _version, "collect-env": _collect_env}  # fmt: skip
     try:
         return verbs[options.verb](options)
@@ -251,6 +254,17 @@ def _layout(options: argparse.Namespace) -> int:
     print("\n" + "\n".join(f"# {group.text()}" for group in groups))
     print(f"# {per_token:.0f} bytes per token in all\n# digest {layout.digest()}")
     return 0
+
+
+def _probe(options: argparse.Namespace) -> int:
+    if options.engine:
+        _need_engine()
+    plain, text, code = cli_probe.run(options)
+    if options.json:
+        _print_json(plain)
+    else:
+        print(text)
+    return code
 
 
 # -- running -----------------------------------------------------------------------------------------------------------

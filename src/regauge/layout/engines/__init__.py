@@ -13,7 +13,7 @@ from regauge.layout.engines import sglang, vllm
 from regauge.layout.engines.flags import PLATFORMS, Engine, Flags, unknown
 from regauge.layout.spec import Layout, Model
 
-__all__ = ["PREFIX", "Engine", "Flags", "engine_layout", "engine_names", "from_engine_form"]
+__all__ = ["PREFIX", "Engine", "Flags", "engine_layout", "engine_names", "from_engine_form", "pool_names"]
 
 PREFIX = "engine:"
 """Starts a layout written as an engine's flags, as in `engine:sglang,pool=hnd,page=64,dtype=fp8_e4m3,tp=8,rank=3`."""
@@ -26,6 +26,13 @@ _FIELDS = {"page": "page_size", "dtype": "kv_cache_dtype"}
 def engine_names() -> tuple[str, ...]:
     """Return the engines that have presets."""
     return get_args(Engine)
+
+
+def pool_names(engine: str) -> tuple[str, ...]:
+    """Return the pools of an engine. Raises PresetError for an engine without presets."""
+    if engine not in engine_names():
+        raise unknown("engine", engine, engine_names())
+    return tuple(sglang.POOLS if engine == "sglang" else vllm.POOLS)
 
 
 def engine_layout(engine: str, model: Model, flags: Flags) -> Layout:
