@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from regauge.layout.codes import Bytes, Floats
-from regauge.layout.known import Known
+from regauge.layout.probe.codes import Bytes, Floats
+from regauge.layout.probe.known import Known
 from regauge.layout.spec import Component, Group, Kind, Layout, Placement
 from regauge.layout.view import region_sizes
 from regauge.plan import Side

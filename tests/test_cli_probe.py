@@ -11,8 +11,8 @@ import pytest
 from probe_engine import dump
 from regauge.cli import main
 from regauge.layout import files
-from regauge.layout.known import load
 from regauge.layout.presets import from_short
+from regauge.layout.probe.known import load
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 from regauge.errors import ConfigError
 
 if TYPE_CHECKING:
-    from regauge.layout.known import Known
-    from regauge.layout.pattern import Pattern
-    from regauge.layout.probe import Verdict
-    from regauge.layout.search import Report
+    from regauge.layout.probe.known import Known
+    from regauge.layout.probe.pattern import Pattern
+    from regauge.layout.probe.search import Report
+    from regauge.layout.probe.verify import Verdict
     from regauge.layout.spec import Layout
 
 MAX_SHOWN = 3
@@ -105,7 +105,7 @@ def _verdict_text(verdict: Verdict) -> str:
 
 
 def _pattern(options: argparse.Namespace) -> tuple[Layout, Pattern]:
-    from regauge.layout import pattern
+    from regauge.layout.probe import pattern
 
     layout = _layout(options, options.layout)
     usable = None
@@ -123,7 +123,7 @@ def _pattern(options: argparse.Namespace) -> tuple[Layout, Pattern]:
 
 
 def _write(options: argparse.Namespace) -> tuple[dict[str, Any], str, int]:
-    from regauge.layout.known import Known
+    from regauge.layout.probe.known import Known
 
     known = Known.of(*_pattern(options))
     known.save(Path(options.write_pattern))
@@ -138,10 +138,10 @@ def _write(options: argparse.Namespace) -> tuple[dict[str, Any], str, int]:
 
 
 def _search(options: argparse.Namespace) -> tuple[dict[str, Any], str, int]:
-    from regauge.layout.candidates import candidates
     from regauge.layout.dtypes import DTYPES, canonical
-    from regauge.layout.known import Known, load, read_dump
-    from regauge.layout.search import Search, regions_of
+    from regauge.layout.probe.candidates import candidates
+    from regauge.layout.probe.known import Known, load, read_dump
+    from regauge.layout.probe.search import Search, regions_of
 
     dtypes = [canonical(x) or x for x in options.search_dtype or [n for n, d in DTYPES.items() if not d.opaque]]
     if unknown := [x for x in dtypes if x not in DTYPES or DTYPES[x].opaque]:

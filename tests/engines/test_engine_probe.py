@@ -11,9 +11,9 @@ import pytest
 
 from regauge.engines.probe import Cache, probe, storage_bytes
 from regauge.errors import EngineError
-from regauge.layout.codes import Bytes, Floats
 from regauge.layout.engines import from_engine_form
 from regauge.layout.presets import attention_model
+from regauge.layout.probe.codes import Bytes, Floats
 from regauge.layout.spec import Array, Kind, Layout, Placement
 
 torch = pytest.importorskip("torch")

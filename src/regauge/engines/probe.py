@@ -16,10 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 from regauge.errors import EngineError
-from regauge.layout import pattern
-from regauge.layout.codes import Bytes, Floats
-from regauge.layout.probe import FILLS, Verdict, verify
-from regauge.layout.snapshot import Memory
+from regauge.layout.probe import pattern
+from regauge.layout.probe.codes import Bytes, Floats
+from regauge.layout.probe.snapshot import Memory
+from regauge.layout.probe.verify import FILLS, Verdict, verify
 from regauge.layout.spec import Kind, Layout
 
 

@@ -13,7 +13,7 @@ import torch
 from regauge.engines.local.kv import PagedKV, allocate
 from regauge.engines.local.model import Segment
 from regauge.errors import EngineError
-from regauge.layout.codes import Bytes, Floats
+from regauge.layout.probe.codes import Bytes, Floats
 from regauge.layout.spec import Kind, Layout
 from regauge.layout.view import region_sizes
 

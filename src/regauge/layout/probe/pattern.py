@@ -21,8 +21,8 @@ import numpy as np
 import numpy.typing as npt
 
 from regauge.errors import LayoutError
-from regauge.layout.codes import Bytes, Floats, computed_scale, decode, encode, quotient, rounded
 from regauge.layout.dtypes import DTYPES
+from regauge.layout.probe.codes import Bytes, Floats, computed_scale, decode, encode, quotient, rounded
 from regauge.layout.spec import Component, Group, Kind, Layout, Rule, scale_table
 from regauge.layout.view import Int64
 

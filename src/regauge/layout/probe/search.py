@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from regauge.errors import LayoutError
-from regauge.layout.codes import Bytes, encode
-from regauge.layout.known import Known
-from regauge.layout.locate import Finder, Fit, fit, placed
-from regauge.layout.measure import measure
-from regauge.layout.snapshot import Memory
+from regauge.layout.probe.codes import Bytes, encode
+from regauge.layout.probe.known import Known
+from regauge.layout.probe.locate import Finder, Fit, fit, placed
+from regauge.layout.probe.measure import measure
+from regauge.layout.probe.snapshot import Memory
 from regauge.layout.spec import Component, Group, Layout
 from regauge.layout.validate import validate
 from regauge.layout.view import Int64, View, component_view, scale_view

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from regauge.layout.pattern import Pattern
-from regauge.layout.snapshot import Memory, PlacedArray, arrays, grid
+from regauge.layout.probe.pattern import Pattern
+from regauge.layout.probe.snapshot import Memory, PlacedArray, arrays, grid
+from regauge.layout.probe.suspects import Elsewhere, explain
 from regauge.layout.spec import Group, Layout
-from regauge.layout.suspects import Elsewhere, explain
 from regauge.layout.view import View, component_view, scale_view
 
 FILLS = (0xA5, 0x5A)

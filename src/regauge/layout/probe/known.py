@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from regauge.errors import LayoutError
 from regauge.layout import files, pattern
-from regauge.layout.codes import Bytes, Floats, computed_scale, encode, quotient
+from regauge.layout.probe.codes import Bytes, Floats, computed_scale, encode, quotient
 from regauge.layout.spec import Component, Layout, scale_table
 from regauge.layout.view import Int64
 

@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 
 from probe_engine import dump
 from regauge.errors import LayoutError
-from regauge.layout import pattern
-from regauge.layout.candidates import candidates
-from regauge.layout.codes import Bytes
 from regauge.layout.dtypes import DTYPES
 from regauge.layout.engines import from_engine_form
-from regauge.layout.known import Known, load, read_dump
 from regauge.layout.presets import attention_model, from_short, load_model
-from regauge.layout.search import Report, Search, regions_of
+from regauge.layout.probe import pattern
+from regauge.layout.probe.candidates import candidates
+from regauge.layout.probe.codes import Bytes
+from regauge.layout.probe.known import Known, load, read_dump
+from regauge.layout.probe.search import Report, Search, regions_of
 from regauge.layout.spec import Array, Layout, Model, Placement, State
 from regauge.layout.validate import validate
 from regauge.layout.view import check_memory
@@ -241,7 +241,7 @@ def test_a_file_that_is_none_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_file_that_unpacks_to_too_much_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("regauge.layout.known.MAX_FILE_BYTES", 1 << 20)
+    monkeypatch.setattr("regauge.layout.probe.known.MAX_FILE_BYTES", 1 << 20)
     with zipfile.ZipFile(tmp_path / "bomb.npz", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("layout.npy", bytes(2 << 20))
     with pytest.raises(LayoutError, match="at most"):
@@ -260,7 +260,7 @@ def test_dumps_are_raw_or_npy_and_bounded(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "claims.npy").write_bytes(claims)
     with pytest.raises(LayoutError, match="cannot be read"):
         read_dump(tmp_path / "claims.npy")
-    monkeypatch.setattr("regauge.layout.known.MAX_DUMP_BYTES", 10)
+    monkeypatch.setattr("regauge.layout.probe.known.MAX_DUMP_BYTES", 10)
     with pytest.raises(LayoutError, match="1 to 10"):
         read_dump(tmp_path / "raw.bin")
     with pytest.raises(LayoutError, match="two dumps are named"):

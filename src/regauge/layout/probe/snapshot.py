@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from regauge.errors import LayoutError
-from regauge.layout.codes import Bytes, Floats, computed_scale, encode, quotient, rounded
 from regauge.layout.dtypes import DTYPES
-from regauge.layout.pattern import Field, Pattern
+from regauge.layout.probe.codes import Bytes, Floats, computed_scale, encode, quotient, rounded
+from regauge.layout.probe.pattern import Field, Pattern
 from regauge.layout.spec import Component, Group, Layout
 from regauge.layout.view import Int64, View, component_view, scale_view
 

@@ -14,8 +14,8 @@ import numpy as np
 
 from regauge.errors import LayoutError
 from regauge.layout.dtypes import DTYPES
-from regauge.layout.pattern import Pattern, mix
-from regauge.layout.snapshot import Memory, PlacedArray, grid
+from regauge.layout.probe.pattern import Pattern, mix
+from regauge.layout.probe.snapshot import Memory, PlacedArray, grid
 from regauge.layout.spec import Component, Group, Layout, Placement, parse_order
 from regauge.layout.view import Int64, View
 

@@ -13,11 +13,11 @@ import msgspec
 import numpy as np
 
 from regauge.errors import LayoutError
-from regauge.layout.codes import Bytes
 from regauge.layout.dtypes import DTYPES
-from regauge.layout.known import Known
-from regauge.layout.locate import Finder
-from regauge.layout.pattern import mix
+from regauge.layout.probe.codes import Bytes
+from regauge.layout.probe.known import Known
+from regauge.layout.probe.locate import Finder
+from regauge.layout.probe.pattern import mix
 from regauge.layout.spec import Component, Group, Layout, Placement
 from regauge.layout.validate import validate
 from regauge.layout.view import Int64

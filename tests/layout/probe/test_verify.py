@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from probe_engine import ReferenceEngine
 from regauge.engines.probe import probe
 from regauge.errors import EngineError, LayoutError
-from regauge.layout import pattern
 from regauge.layout.dtypes import DTYPES
 from regauge.layout.presets import attention_model, from_short
-from regauge.layout.probe import Verdict, verify
-from regauge.layout.snapshot import Memory
+from regauge.layout.probe import pattern
+from regauge.layout.probe.snapshot import Memory
+from regauge.layout.probe.verify import Verdict, verify
 from regauge.layout.spec import Array, Component, Group, Layout, Placement
 from regauge.layout.validate import validate
 from regauge.layout.view import Int64, View, component_view, scale_view

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from regauge.layout.codes import Bytes
-from regauge.layout.pattern import mix
-from regauge.layout.snapshot import Memory
+from regauge.layout.probe.codes import Bytes
+from regauge.layout.probe.pattern import mix
+from regauge.layout.probe.snapshot import Memory
 from regauge.layout.spec import Component, Group, Placement
 from regauge.layout.view import Int64, View, component_view, scale_view
 
