@@ -92,9 +92,7 @@ void table_of(const RowBatch& b, Table& table, ConvertRows plain) {
 void rows_of(const RowBatch& b, ConvertRows plain) {
   constexpr Int kWorthATable = 2048;  // elements
   if (!one_scale(b)) {
-    if (same_scales_outside(b))
-      for (Int r = 0; r < b.rows; ++r) rows_of(outer_batch(b, r), plain);
-    else plain(b);
+    if (!split_by_scales(b, [plain](const RowBatch& part) { rows_of(part, plain); })) plain(b);
     return;
   }
   const std::uint32_t src = b.src_scale ? bits_of(read_scale(b.src_scale, b.scheme.src_e8m0)) : 0;

@@ -83,6 +83,7 @@ inline RowBatch inner_batch(const RowBatch& b, std::int64_t index) {
   if (b.src_scale) part.src_scale += index * b.outer_stride[kSrcScale];
   if (b.dst_scale) part.dst_scale += index * b.outer_stride[kDstScale];
   if (b.ahead) part.ahead += index * b.rows * b.n * b.src_size;
+  for (auto& stride : part.outer_stride) stride = 0;
   return part;
 }
 
@@ -99,9 +100,17 @@ inline RowBatch outer_batch(const RowBatch& b, std::int64_t r) {
   return part;
 }
 
-/// True when every outer index has the same scales as the others: what pages of one layer give for scales per head.
-inline bool same_scales_outside(const RowBatch& b) {
-  return b.outer >= 8 && (b.outer_stride[kSrcScale] | b.outer_stride[kDstScale]) == 0;
+/// Call `f` with parts that share their scales where there are large ones, as scales per head give; else return false.
+template <class F>
+inline bool split_by_scales(const RowBatch& b, F&& f) {
+  constexpr std::int64_t kMany = 8;
+  if (b.rows >= kMany && (b.src_scale_stride | b.dst_scale_stride) == 0) {
+    for (std::int64_t o = 0; o < b.outer; ++o) f(inner_batch(b, o));
+    return true;
+  }
+  if (b.outer < kMany || (b.outer_stride[kSrcScale] | b.outer_stride[kDstScale]) != 0) return false;
+  for (std::int64_t r = 0; r < b.rows; ++r) f(outer_batch(b, r));
+  return true;
 }
 
 /// True when all rows of the batch share their scales.

@@ -83,12 +83,12 @@ template <class Dst>
 void narrow_rows(const RowBatch& b, ConvertRows plain) {
   constexpr Int kWorthATable = 4096;  // elements
   const bool both = b.src_scale && b.dst_scale;
-  if (!one_scale(b) && !both && b.n >= 2 * kBlock && same_scales_outside(b)) {
-    for (Int r = 0; r < b.rows; ++r) narrow_rows<Dst>(outer_batch(b, r), plain);
+  if (both || b.n < 2 * kBlock) {
+    plain(b);
     return;
   }
-  if (!one_scale(b) || both || b.n < 2 * kBlock) {
-    plain(b);
+  if (!one_scale(b)) {
+    if (!split_by_scales(b, [plain](const RowBatch& part) { narrow_rows<Dst>(part, plain); })) plain(b);
     return;
   }
   float factor = 1.0f;

@@ -215,10 +215,7 @@ void rows(const RowBatch& b, ConvertRows rest) {
     alike_rows<Src>(b, rest);
     return;
   }
-  if (same_scales_outside(b)) {
-    for (Int r = 0; r < b.rows; ++r) alike_rows<Src>(outer_batch(b, r), rest);
-    return;
-  }
+  if (split_by_scales(b, [rest](const RowBatch& part) { alike_rows<Src>(part, rest); })) return;
   if (aligned_lines(b)) rows_apart<Src, true>(b, rest);
   else rows_apart<Src, false>(b, rest);
 }

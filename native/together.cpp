@@ -9,7 +9,7 @@ namespace {
 using Byte = std::uint8_t;
 using Int = std::int64_t;
 
-constexpr Int kBlockBytes = 96 << 10;  // of records in a block; on the stack, whose pages are there already
+constexpr Int kBlockBytes = 48 << 10;  // of records in a block; on the stack, whose pages are there already
 constexpr Int kFarBytes = 128 << 10;   // of target that parts go through in turn where records are not built apart
 
 Int bytes_of(const Part& p, Operand o) {
