@@ -21,7 +21,8 @@ import numpy as np
 import numpy.typing as npt
 
 from regauge.errors import LayoutError
-from regauge.layout import files, pattern
+from regauge.layout import files
+from regauge.layout.probe import pattern
 from regauge.layout.probe.codes import Bytes, Floats, computed_scale, encode, quotient
 from regauge.layout.spec import Component, Layout, scale_table
 from regauge.layout.view import Int64
