@@ -111,6 +111,8 @@ def broken(path: str, value: object) -> Layout:
          "scale.dtype: unknown dtype 'int8'"),
         ("groups.0.components.0.scale", {"per": "token_head", "at": {"order": "layer page token head"}, "dtype": "float8_e8m0fnu"},
          "set pow2"),
+        ("groups.0.components.0.scale", {"per": "token_head", "at": {"order": "layer page token head"}, "floor": 1e-40},
+         "scale.floor: 1e-40 is not between"),
         ("groups.0.components.0.scale", {"per": "token_head", "at": {"order": "layer page token head dim"}}, "no dim axis"),
         ("regions", [{"name": "k", "nbytes": 1}, {"name": "k", "nbytes": 2}], "two regions have the same name"),
     ],

@@ -168,8 +168,8 @@ def _validate_scale(scale: Scale, group: Group, component: Component, path: str)
     if (scale.per == "block") != (scale.block > 0) or component.dim % (scale.block or 1):
         raise LayoutError(f"per {scale.per} with blocks of {scale.block}, in a head of {component.dim} elements: blocks have a "
                           "size that divides it, and only they", path=f"{path}.block")  # fmt: skip
-    if not 0.0 < scale.floor < float("inf"):
-        raise LayoutError(f"{scale.floor} is not finite and positive", path=f"{path}.floor")
+    if not 2.0**-126 <= scale.floor <= 2.0**127:
+        raise LayoutError(f"{scale.floor} is not between 2^-126 and 2^127", path=f"{path}.floor")
     if scale.at is not None:
         if scale.per not in ("token_head", "block"):
             raise LayoutError("scales stored beside the codes are per token_head or block", path=f"{path}.per")
