@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from regauge.errors import PlanError, Refused
 from regauge.layout.presets import attention_model, from_short, load_model
-from regauge.layout.spec import Array, Group, Layout, Shard
+from regauge.layout.spec import Array, Group, Layout, Model, Shard, State
 from regauge.move import kernels
 from regauge.plan import Side, check, compile, instantiate, pieces
+from regauge.plan.planner import live
 from regauge.plan.reference import transfer
 from regauge.plan.stripes import owned
 from regauge.plan.wire import REGION, WireFormat
@@ -279,6 +280,20 @@ def test_a_refused_pair_does_not_compile() -> None:
     other = attention_model("m", 2, Array(2, 8))
     with pytest.raises(Refused, match=r"model.states\[attention\].arrays.k.dim: prefill has 4, decode has 8"):
         compile(from_short("bf16", MODEL), from_short("bf16", other))
+
+
+def test_a_window_sends_its_live_tokens_and_a_recurrent_state_its_record_when_it_is_complete() -> None:
+    model = Model("m", 3, [
+        State("attention", "0", {"k": Array(1, 4), "v": Array(1, 4)}),
+        State("window", "1", {"k": Array(1, 4), "v": Array(1, 4)}, window=8),
+        State("recurrent", "2", {"ssm_state": Array(2, 4)})])  # fmt: skip
+    layout = from_short("fp32,page=4", model)
+    found = {g.kind: [live(g, layout, chunk, 30) for chunk in ((0, 16), (16, 28), (28, 30))] for g in layout.groups}
+    assert found == {
+        "attention": [(0, 16), (16, 28), (28, 30)],
+        "window": [(16, 16), (22, 28), (28, 30)],
+        "recurrent": [(0, 0), (0, 0), (0, 1)],
+    }
 
 
 def test_no_token_is_no_work() -> None:
