@@ -15,6 +15,7 @@ test: $(READY)  ## all tests
 
 bench: $(READY)  ## every measured claim
 	$(BIN)/python bench/kernels.py
+	$(BIN)/python bench/digest.py
 	$(BIN)/python bench/transports.py
 	$(BIN)/python bench/serve.py
 	$(BIN)/regauge bench accuracy

@@ -9,7 +9,8 @@
 
 namespace regauge {
 
-constexpr int kMaxAxes = 8;
+/// The caller's eight, and one that a kernel may add.
+constexpr int kMaxAxes = 9;
 
 /// Which of the (at most) four operands of a box an address or a stride belongs to.
 enum Operand { kSrc, kDst, kSrcScale, kDstScale, kOperands };

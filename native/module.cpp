@@ -3,13 +3,16 @@
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <optional>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "convert.hpp"
+#include "digest.hpp"
 #include "memcpy.hpp"
 #include "together.hpp"
 
@@ -34,8 +37,9 @@ void set_operand(Boxes& b, Operand o, const Addresses& base, const Ints& stride,
 }
 
 Boxes boxes_of(const Addresses& src, const Addresses& dst, const Ints& shape, const Ints& src_stride, const Ints& dst_stride,
-               Int run) {
-  if (shape.size() > kMaxAxes) refuse("shape has " + std::to_string(shape.size()) + " axes; at most 8 are supported");
+               Int run, int most_axes = 8) {
+  if (static_cast<int>(shape.size()) > most_axes)
+    refuse("shape has " + std::to_string(shape.size()) + " axes; at most " + std::to_string(most_axes) + " are supported");
   if (run < 0) refuse("run is negative: " + std::to_string(run));
   Boxes b;
   b.tiles = static_cast<Int>(src.shape(0));
@@ -136,6 +140,45 @@ void run_parts(const std::vector<const HeldPart*>& held, Int threads, Int total,
   if (!parts.empty()) run_together(parts, how);
 }
 
+using Words = nb::ndarray<const std::uint32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+/// Addresses and strides of a box's row keys, the same of its token keys, and the number of axes of a row.
+using KeyOperands = std::tuple<Addresses, Ints, Addresses, Ints, int>;
+
+/// The keys of boxes like `b`, rows of `row_bytes` bytes times their axes.
+Digested digested_of(const Boxes& b, const KeyOperands& keys, Int row_bytes, const std::string& name) {
+  const auto& [row, row_stride, token, token_stride, row_axes] = keys;
+  Digested d{b, row_axes};
+  for (auto& base : d.boxes.base) base = nullptr;
+  if (row_axes < 0 || row_axes > b.axes) refuse(name + ": row_axes is " + std::to_string(row_axes) + ", out of range");
+  set_operand(d.boxes, kRowKey, row, row_stride, (name + ".row").c_str());
+  set_operand(d.boxes, kTokenKey, token, token_stride, (name + ".token").c_str());
+  for (int j = b.axes - row_axes; j < b.axes; ++j) {
+    if (row_stride[j] != 0 || token_stride[j] != 0) refuse(name + ": a key's stride along an axis of its row is not 0");
+    row_bytes *= b.shape[j];
+  }
+  if (row_bytes > kRowBytes) refuse(name + ": a row of " + std::to_string(row_bytes) + " bytes; at most 4096 are digested");
+  return d;
+}
+
+const std::uint32_t* words_of(const Words& words) {
+  if (static_cast<Int>(words.shape(0)) < kWords) refuse("words has " + std::to_string(words.shape(0)) + " words, not 1026");
+  return words.data();
+}
+
+std::uint64_t digest_tiles(const Addresses& src, const std::optional<Addresses>& dst, const Ints& shape, const Ints& src_stride,
+                           const Ints& dst_stride, Int run, const KeyOperands& keys, const Words& words, Int threads, Int total,
+                           const std::string& isa) {
+  const Boxes b = boxes_of(src, dst ? *dst : src, shape, src_stride, dst_stride, run, dst ? 8 : kMaxAxes);
+  Digested d = digested_of(b, keys, run, "keys");
+  d.boxes.base[kSrc] = b.base[kSrc];
+  if (dst) d.boxes.base[kDst] = b.base[kDst];
+  else for (auto& stride : d.boxes.stride[kDst]) stride = 0;
+  const How how = how_of(threads, total, isa);
+  const std::uint32_t* k = words_of(words);
+  nb::gil_scoped_release release;
+  return digest_boxes(d, k, how);
+}
+
 void memcpy_bytes(Int dst, Int src, Int nbytes, Int threads, bool streaming) {
   if (nbytes < 0 || threads < 1) refuse("memcpy needs nbytes >= 0 and threads >= 1");
   nb::gil_scoped_release release;
@@ -158,6 +201,9 @@ NB_MODULE(_native, m) {
         nb::arg("src_e8m0"), nb::arg("dst_e8m0"));
   m.def("convert_tiles", &convert_tiles, nb::arg("part"), nb::arg("threads"), nb::arg("total"), nb::arg("isa"));
   m.def("run_together", &run_parts, nb::arg("parts"), nb::arg("threads"), nb::arg("total"), nb::arg("isa"));
+  m.def("digest_tiles", &digest_tiles, nb::arg("src"), nb::arg("dst").none(), nb::arg("shape"), nb::arg("src_stride"),
+        nb::arg("dst_stride"), nb::arg("run"), nb::arg("keys"), nb::arg("words"), nb::arg("threads"), nb::arg("total"),
+        nb::arg("isa"));
   m.def("memcpy", &memcpy_bytes, nb::arg("dst"), nb::arg("src"), nb::arg("nbytes"), nb::arg("threads"), nb::arg("streaming"));
   m.def("isa", [] { return has_avx2() ? "avx2" : "portable"; });
 }

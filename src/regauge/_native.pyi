@@ -5,6 +5,9 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+KeyOperands = tuple[npt.NDArray[np.int64], Sequence[int], npt.NDArray[np.int64], Sequence[int], int]
+"""Addresses and strides of row keys, the same of token keys, and the number of axes of a row."""
+
 def copy_tiles(
     src: npt.NDArray[np.int64],
     dst: npt.NDArray[np.int64],
@@ -67,6 +70,21 @@ def convert_tiles(part: Part, threads: int, total: int, isa: str) -> None:
 
 def run_together(parts: Sequence[Part], threads: int, total: int, isa: str) -> None:
     """Run parts that have the same number of tiles, tile by tile. Raises ValueError when they have not."""
+
+def digest_tiles(
+    src: npt.NDArray[np.int64],
+    dst: npt.NDArray[np.int64] | None,
+    shape: Sequence[int],
+    src_stride: Sequence[int],
+    dst_stride: Sequence[int],
+    run: int,
+    keys: KeyOperands,
+    words: npt.NDArray[np.uint32],
+    threads: int,
+    total: int,
+    isa: str,
+) -> int:
+    """Copy as copy_tiles does (without `dst`: only read) and return the digest of the rows. Raises ValueError as it does."""
 
 def memcpy(dst: int, src: int, nbytes: int, threads: int, streaming: bool) -> None:
     """Copy bytes between addresses with the C library's memcpy, or with our own streaming stores."""

@@ -36,33 +36,39 @@ def run(tiles: Sequence[Tiles], *, threads: int = 1, backend: Backend = "native"
 
     Raises ValueError for malformed tiles, before anything is written.
     """
+    check(tiles, threads=threads, backend=backend, isa=isa)
+    moving = [t for t in tiles if t.only is None]
+    if backend == "numpy":
+        for t in moving:
+            reference.run(t)
+        return
+    total = output_bytes(moving)
+    for group in groups(moving):
+        first = group[0]
+        if len(group) > 1 or _holds_its_scales(first):
+            _native.run_together([part(t) for t in group], threads, total, isa)
+        elif first.convert is None:
+            _native.copy_tiles(
+                first.src, first.dst, first.shape, first.src_stride, first.dst_stride, first.run, threads, total, isa
+            )
+        else:
+            _native.convert_tiles(part(first), threads, total, isa)
+
+
+def check(tiles: Sequence[Tiles], *, threads: int, backend: Backend, isa: Isa) -> None:
+    """Raise ValueError for malformed tiles or arguments of `run`."""
     for i, t in enumerate(tiles):
         _check(t, f"tiles[{i}]")
     if threads < 1:
         raise ValueError(f"threads must be at least 1, not {threads}")
     if isa not in ("auto", "avx2", "portable"):
         raise ValueError(f"isa must be auto, avx2 or portable, not {isa!r}")
-    if backend == "numpy":
-        for t in tiles:
-            reference.run(t)
-        return
-    if backend != "native":
+    if backend not in ("native", "numpy"):
         raise ValueError(f"backend must be native or numpy, not {backend!r}")
-    total = sum(_output_bytes(t) for t in tiles)
-    for group in _groups(tiles):
-        first = group[0]
-        if len(group) > 1 or _holds_its_scales(first):
-            _native.run_together([_part(t) for t in group], threads, total, isa)
-        elif first.convert is None:
-            _native.copy_tiles(
-                first.src, first.dst, first.shape, first.src_stride, first.dst_stride, first.run, threads, total, isa
-            )
-        else:
-            _native.convert_tiles(_part(first), threads, total, isa)
 
 
-def _groups(tiles: Sequence[Tiles]) -> list[list[Tiles]]:
-    """Tiles whose targets interleave, like codes and what is copied beside them, are run together."""
+def groups(tiles: Sequence[Tiles]) -> list[list[Tiles]]:
+    """Return tiles in groups that are run together: their targets interleave, like codes and what is copied beside them."""
     groups: list[list[Tiles]] = []
     for t in tiles:
         if groups and _interleave(groups[-1][0], t):
@@ -87,7 +93,8 @@ def _holds_its_scales(t: Tiles) -> bool:
     return abs(int(c.dst_scale[0]) - int(t.dst[0])) < max(t.dst_stride, default=0)
 
 
-def _part(t: Tiles) -> _native.Part:
+def part(t: Tiles) -> _native.Part:
+    """Return a box as the native module takes it."""
     c = t.convert
     if c is None:
         return _native.copy_part(t.src, t.dst, t.shape, t.src_stride, t.dst_stride, t.run)
@@ -116,6 +123,11 @@ def _part(t: Tiles) -> _native.Part:
     )
 
 
+def output_bytes(tiles: Sequence[Tiles]) -> int:
+    """Return the bytes that tiles write; one call's sum decides on how it stores."""
+    return sum(_output_bytes(t) for t in tiles if t.only is None)
+
+
 def _output_bytes(t: Tiles) -> int:
     size = 1 if t.convert is None else reference.ITEMSIZE[t.convert.dst_dtype]
     return len(t.src) * math.prod(t.shape) * t.run * size
@@ -127,8 +139,8 @@ def _check(t: Tiles, where: str) -> None:
     if t.run < 0 or any(n < 0 for n in t.shape):
         raise ValueError(f"{where}: shape {t.shape} and run {t.run} must not be negative")
     axes, count = len(t.shape), len(t.src)
-    _check_operand(t.src, t.src_stride, count, axes, f"{where}.src")
-    _check_operand(t.dst, t.dst_stride, count, axes, f"{where}.dst")
+    check_operand(t.src, t.src_stride, count, axes, f"{where}.src")
+    check_operand(t.dst, t.dst_stride, count, axes, f"{where}.dst")
     if t.convert is not None:
         _check_convert(t.convert, count, axes, f"{where}.convert")
 
@@ -147,7 +159,7 @@ def _check_convert(c: Convert, count: int, axes: int, where: str) -> None:
     ):
         if base is None:
             continue
-        _check_operand(base, stride, count, axes, f"{where}.{name}")
+        check_operand(base, stride, count, axes, f"{where}.{name}")
         if any(stride[axes - c.row_axes :]):
             raise ValueError(f"{where}.{name}_stride must be 0 along the last {c.row_axes} axes: they are one row")
     for name, dtype in (("src_scale_dtype", c.src_scale_dtype), ("dst_scale_dtype", c.dst_scale_dtype)):
@@ -166,7 +178,8 @@ def _check_dynamic(c: Convert, where: str) -> None:
         raise ValueError(f"{where}: computed scales of {c.dst_scale_dtype} are powers of two: set pow2")
 
 
-def _check_operand(base: Int64, stride: tuple[int, ...], count: int, axes: int, where: str) -> None:
+def check_operand(base: Int64, stride: tuple[int, ...], count: int, axes: int, where: str) -> None:
+    """Raise ValueError unless an operand has one int64 address per tile and one stride per axis."""
     if base.dtype != "int64" or base.ndim != 1 or not base.flags.c_contiguous:
         raise ValueError(
             f"{where} must be a contiguous one-dimensional int64 array, not {base.dtype}{list(base.shape)}"

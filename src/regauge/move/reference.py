@@ -78,8 +78,8 @@ def run(tiles: Tiles) -> None:
     for i in range(len(tiles.src)):
         if tiles.convert is None:
             shape = (*tiles.shape, tiles.run)
-            source = _memory(int(tiles.src[i]), shape, (*tiles.src_stride, 1))
-            _memory(int(tiles.dst[i]), shape, (*tiles.dst_stride, 1))[...] = source
+            source = memory(int(tiles.src[i]), shape, (*tiles.src_stride, 1))
+            memory(int(tiles.dst[i]), shape, (*tiles.dst_stride, 1))[...] = source
         else:
             _convert_tile(tiles, tiles.convert, i)
 
@@ -204,14 +204,14 @@ def _convert_tile(t: Tiles, c: Convert, i: int) -> None:
     _store(int(t.dst[i]), shape, (*t.dst_stride, c.dst_step), out)
 
 
-def _memory(address: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> Bytes:
-    """View of the bytes at `address`; strides in bytes may have any sign, and addresses any alignment."""
+def memory(address: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> Bytes:
+    """Return a view of the bytes at `address`; strides in bytes may have any sign, and addresses any alignment."""
     first = np.frombuffer(memoryview((ctypes.c_uint8 * 1).from_address(address)), dtype=np.uint8)
     return np.lib.stride_tricks.as_strided(first, shape, strides)
 
 
 def _load(address: int, shape: tuple[int, ...], strides: tuple[int, ...], size: int) -> Codes:
-    raw = np.ascontiguousarray(_memory(address, (*shape, size), (*strides, 1)))
+    raw = np.ascontiguousarray(memory(address, (*shape, size), (*strides, 1)))
     codes: Codes = raw.view(np.dtype(f"u{size}"))[..., 0]
     return codes
 
@@ -223,4 +223,4 @@ def _load_scale(address: int, shape: tuple[int, ...], strides: tuple[int, ...], 
 def _store(address: int, shape: tuple[int, ...], strides: tuple[int, ...], codes: Codes) -> None:
     size = codes.dtype.itemsize
     raw = np.ascontiguousarray(codes)[..., np.newaxis].view(np.uint8)
-    _memory(address, (*shape, size), (*strides, 1))[...] = raw
+    memory(address, (*shape, size), (*strides, 1))[...] = raw

@@ -12,6 +12,8 @@ from regauge.errors import PlanError
 from regauge.layout.spec import Group, Scale
 from regauge.layout.view import View
 from regauge.plan.axes import Loop, coalesce, merge, outer_sum
+from regauge.plan.digest import Keys
+from regauge.plan.keyed import Operand, Runs, Table, add_keys
 from regauge.plan.planner import Lane, Plan, ScaleOperand
 from regauge.plan.stripes import owned, packed
 from regauge.plan.tiles import Convert, Int64, Tiles
@@ -43,14 +45,17 @@ def instantiate(
     *,
     pair: tuple[int, int] | None = None,
     layers: Sequence[int] | None = None,
+    keys: Keys | None = None,
 ) -> list[Tiles]:
     """Return the boxes that carry tokens [first, end) of the given layers (default: all) of a pair of groups (default: all).
 
-    Under context parallelism the tokens that both ranks hold. For a recurrent group `tokens` is (0, 1): see `live`.
+    Under context parallelism the tokens that both ranks hold. For a recurrent group `tokens` is (0, 1): see `live`. With
+    `keys` the boxes can be digested by `regauge.move.digest`.
 
     Raises PlanError for tokens that a page table does not cover, pages or layers that do not exist, symbolic layouts.
     """
     out: list[Tiles] = []
+    table = None if keys is None else Table(keys, tokens)
     runs: dict[tuple[tuple[int, int], tuple[int, int]], _Runs] = {}
     wanted = None if layers is None else tuple(layers)
     for lane in plan.lanes:
@@ -63,43 +68,60 @@ def instantiate(
             key = lane.pair, lane.inside.blocks  # K and V, and scales beside them, are cut alike
             if key not in runs:
                 runs[key] = _Runs(lane, prefill, decode, tokens)
-            out += _boxes(lane, prefill, decode, runs[key], ids)
+            out += _boxes(lane, prefill, decode, runs[key], ids, table)
     return out
 
 
 class _Runs:
     """Tokens cut into runs, and where each begins in the pages of either side."""
 
-    __slots__ = ("counts", "places")
+    __slots__ = ("counts", "places", "starts")
 
     def __init__(self, lane: Lane, prefill: Side, decode: Side, tokens: tuple[int, int]) -> None:
-        starts, self.counts = _cut(lane, prefill, decode, tokens)
+        self.starts, self.counts = _cut(lane, prefill, decode, tokens)
         self.places: list[Int64] = []
         for side, group, shard, name in (
             (prefill, lane.src_group, lane.shards[0], "prefill"),
             (decode, lane.dst_group, lane.shards[1], "decode"),
         ):
-            place = packed(shard, starts) - int(packed(shard, np.array(side.origin)))
+            place = packed(shard, self.starts) - int(packed(shard, np.array(side.origin)))
             _check_side(side, group, place, self.counts, name)
             self.places.append(place)
 
-    def alike(self) -> Iterator[tuple[int, list[Int64]]]:
-        """Yield the runs of each length: tokens, and places on either side."""
+    def alike(self) -> Iterator[tuple[int, Int64, list[Int64]]]:
+        """Yield the runs of each length: tokens, the first of each run, and its places on either side."""
         if len(self.counts) and (self.counts == self.counts[0]).all():
-            yield int(self.counts[0]), self.places
+            yield int(self.counts[0]), self.starts, self.places
             return
         for n in np.unique(self.counts):
-            yield int(n), [place[self.counts == n] for place in self.places]
+            some = self.counts == n
+            yield int(n), self.starts[some], [place[some] for place in self.places]
 
 
-def _boxes(lane: Lane, prefill: Side, decode: Side, runs: _Runs, layers: tuple[int, ...]) -> Iterator[Tiles]:
+def _boxes(
+    lane: Lane, prefill: Side, decode: Side, runs: _Runs, layers: tuple[int, ...], table: Table | None
+) -> Iterator[Tiles]:
     source = (prefill, lane.src_group, lane.inside.layer_ids[0], layers)
     target = (decode, lane.dst_group, lane.inside.layer_ids[1], layers)
-    for n, (from_, to) in runs.alike():
+    for n, starts, (from_, to) in runs.alike():
         src, dst = _Cursor(lane.src, *source, from_), _Cursor(lane.dst, *target, to)
         src_scale = _scale_cursor(lane, lane.src_scale, source, from_)
         dst_scale = _scale_cursor(lane, lane.dst_scale, target, to)
-        yield _box(lane, n, (src, dst, src_scale, dst_scale))
+        plain = _box(lane, n, (src, dst, src_scale, dst_scale))
+        if table is None:
+            yield plain
+            continue
+        ends = _operand(src, lane.src_heads, lane.src.dim), _operand(dst, lane.dst_heads, lane.dst.dim)
+        scales = _scale_operand(src_scale, lane.src_scale), _scale_operand(dst_scale, lane.dst_scale)
+        yield from add_keys(plain, Runs(lane, n, starts, layers, *ends, *scales), table)
+
+
+def _operand(cursor: _Cursor, heads: Int64, dims: Int64) -> Operand:
+    return Operand(cursor.addresses, cursor.step, heads, dims)
+
+
+def _scale_operand(cursor: _Cursor | None, scale: ScaleOperand | None) -> Operand | None:
+    return None if cursor is None or scale is None else _operand(cursor, scale.heads, scale.dims)
 
 
 _Place = tuple[Side, Group, tuple[int, ...], tuple[int, ...]]
@@ -257,6 +279,7 @@ def pieces(tiles: Sequence[Tiles]) -> Int64:
 
     Raises PlanError for boxes that convert (those need a kernel) and for more than MAX_PIECES before joining.
     """
+    tiles = [box for box in tiles if box.only is None]
     if sum(box.pieces for box in tiles) > MAX_PIECES:
         raise PlanError(f"{sum(box.pieces for box in tiles)} pieces are too many to send one by one: stage them")
     parts = []

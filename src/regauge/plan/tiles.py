@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 Int64 = npt.NDArray[np.int64]
 Rule = Literal["reciprocal", "divide", "divide_source"]
+End = Literal["src", "dst"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,6 +51,27 @@ class Convert:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Keyed:
+    """Where the keys of every row of a box lie, so that a kernel digests the rows while it moves them (plan/digest.py).
+
+    A row is the last `row_axes` axes of the box together with its `run`, elements in order of dim. Keys are addressed like
+    the elements: one base per tile plus one stride per axis, 0 along the axes of a row.
+    """
+
+    words: npt.NDArray[np.uint32]
+    """Key words that all rows share, uint32[WORDS]."""
+    row: Int64
+    """Address of each tile's first row key: uint64[4]."""
+    row_stride: tuple[int, ...]
+    token: Int64
+    """Address of each tile's first token key: uint64."""
+    token_stride: tuple[int, ...]
+    row_axes: int = 0
+    keep: tuple[object, ...] = ()
+    """Tables that addresses point into: held here, so that they live as long as the box."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Tiles:
     """N equal strided boxes.
 
@@ -64,6 +86,12 @@ class Tiles:
     dst_stride: tuple[int, ...]
     run: int
     convert: Convert | None = None
+    src_keys: Keyed | None = None
+    """Keys of what is read. A copy writes the same, so that it needs no others."""
+    dst_keys: Keyed | None = None
+    """Keys of what a conversion writes."""
+    only: End | None = None
+    """A box that moves nothing: an array that a conversion reads ("src") or writes ("dst") on the side, to be digested."""
 
     @property
     def pieces(self) -> int:
