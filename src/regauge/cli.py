@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from regauge import __version__, cli_check, cli_cost, cli_probe, cli_quality
+from regauge import __version__, cli_check, cli_conformance, cli_cost, cli_probe, cli_quality
 from regauge.errors import ConfigError, LayoutError, Refused, RegaugeError
 
 if TYPE_CHECKING:
@@ -129,11 +129,13 @@ def _serve_arguments(serve: argparse.ArgumentParser) -> None:
 def _bench_arguments(bench: argparse.ArgumentParser) -> None:
     bench.add_argument(
         "what",
-        choices=("accuracy", "calibrate", "keygen", "sign"),
+        choices=("accuracy", "calibrate", "conformance", "keygen", "sign"),
         help="accuracy: next-token agreement and perplexity against no transfer; keygen: make the key of --sign; "
-        "sign: vouch for the record of --record; calibrate: the cost model's constants on this machine",
+        "sign: vouch for the record of --record; calibrate: the cost model's constants on this machine; "
+        + cli_conformance.HELP,
     )
     cli_cost.calibrate_arguments(bench)
+    cli_conformance.arguments(bench)
     bench.add_argument(
         "--model", default="smollm2-135m-instruct", help="the bundled model's name, a folder, or a hub name"
     )
@@ -323,6 +325,8 @@ def _serve(options: argparse.Namespace) -> int:
 def _bench(options: argparse.Namespace) -> int:
     if options.what == "calibrate":
         return cli_cost.calibrate(options)
+    if options.what == "conformance":
+        return cli_conformance.run(options)
     if options.what in ("keygen", "sign"):
         written = cli_quality.keygen(options) if options.what == "keygen" else [cli_quality.sign(options)]
         return _print_json([str(x) for x in written]) if options.json else print(*written, sep="\n") or 0

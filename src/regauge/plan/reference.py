@@ -111,7 +111,8 @@ def apply_scale(values: Floats, scale: Floats, rule: str, source: str) -> Floats
         if rule == "reciprocal":
             return values * (np.float32(1.0) / scale)
         out = values / scale
-        return out if rule == "divide" else out.astype(NUMPY_DTYPES[source]).astype(np.float32)
+        rounds = rule == "divide_source" and source in ("bfloat16", "float16")
+        return out.astype(NUMPY_DTYPES[source]).astype(np.float32) if rounds else out
 
 
 def transfer(
