@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 ARGS ?=
 
-.PHONY: serve test bench check format clean
+.PHONY: serve test bench gpu check format clean
 
 serve: $(READY)  ## a real small model, served across a prefill and a decode process
 	$(BIN)/regauge serve $(ARGS)
@@ -19,6 +19,9 @@ bench: $(READY)  ## every measured claim
 	$(BIN)/python bench/transports.py
 	$(BIN)/python bench/serve.py
 	$(BIN)/regauge bench accuracy
+
+gpu: $(READY)  ## the Triton kernels on a GPU; needs a build of torch for it
+	$(BIN)/python bench/gpu.py $(ARGS)
 
 check: $(READY)  ## format, lint, types, layers
 	$(BIN)/ruff format --check

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from regauge import _native
-from regauge.move import kernels, reference
+from regauge.move import gpu, kernels, reference
 from regauge.move.kernels import Backend, Isa
 from regauge.plan.digest import PRIME, ROW_BYTES, ROW_KEY, WORDS, UInt64, add, rows_digest
 from regauge.plan.tiles import End, Int64, Keyed, Tiles
@@ -60,16 +60,18 @@ def run(tiles: Sequence[Tiles], *, threads: int = 1, backend: Backend = "native"
     apart = [t for t in tiles if id(t) not in together]
     src = [_digest(_box(t, "src"), threads, backend, isa) for t in apart if t.only != "dst" and _keyed(t, "src")]
     nbytes = kernels.output_bytes(tiles)
-    copied = [
-        _native.digest_tiles(
-            t.src, t.dst, t.shape, t.src_stride, t.dst_stride, t.run, _operands(k), k.words, threads, nbytes, isa
-        )
-        for t in fused
-        if (k := t.src_keys)
-    ]
+    copied = [_copy(t, _keys(t, "src"), threads, nbytes, backend, isa) for t in fused]
     kernels.run([t for t in apart if t.only is None], threads=threads, backend=backend, isa=isa)
     dst = [_digest(_box(t, "dst"), threads, backend, isa) for t in apart if t.only != "src" and _keyed(t, "dst")]
     return Sums(add([*src, *copied]), add([*dst, *copied]))
+
+
+def _copy(t: Tiles, keys: Keyed, threads: int, nbytes: int, backend: Backend, isa: Isa) -> int:
+    if backend == "triton":
+        return gpu.digest((t.src, t.src_stride), (t.dst, t.dst_stride), t.shape, t.run, keys)
+    return _native.digest_tiles(
+        t.src, t.dst, t.shape, t.src_stride, t.dst_stride, t.run, _operands(keys), keys.words, threads, nbytes, isa
+    )
 
 
 def _operands(keys: Keyed) -> _native.KeyOperands:
@@ -119,6 +121,8 @@ def _box(t: Tiles, of: End) -> _Box:
 def _digest(box: _Box, threads: int, backend: Backend, isa: Isa) -> int:
     if backend == "numpy":
         return _reference(box)
+    if backend == "triton":
+        return gpu.digest((box.at, box.stride), None, box.shape, box.run, box.keys)
     return _native.digest_tiles(
         box.at, None, box.shape, box.stride, box.stride, box.run, _operands(box.keys), box.keys.words,
         threads, len(box.at) * math.prod(box.shape) * box.run, isa,

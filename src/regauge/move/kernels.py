@@ -12,10 +12,10 @@ from typing import Literal
 
 from regauge import _native
 from regauge.layout.dtypes import DTYPES
-from regauge.move import reference
+from regauge.move import gpu, reference
 from regauge.plan.tiles import Convert, Int64, Tiles
 
-Backend = Literal["native", "numpy"]
+Backend = Literal["native", "numpy", "triton"]
 Isa = Literal["auto", "avx2", "portable"]
 
 MAX_AXES = 8
@@ -34,13 +34,18 @@ def run(tiles: Sequence[Tiles], *, threads: int = 1, backend: Backend = "native"
     `threads` share the work of one `Tiles` when its output exceeds 512 KiB. Output of more than 1 MiB in one
     call bypasses the cache. Every backend and every `isa` writes the same bytes.
 
-    Raises ValueError for malformed tiles, before anything is written.
+    Addresses are of this process's memory; for the backend "triton" of the current accelerator's, as torch names it.
+
+    Raises ValueError for malformed tiles, before anything is written, and ConfigError where triton or a GPU is missing.
     """
     check(tiles, threads=threads, backend=backend, isa=isa)
     moving = [t for t in tiles if t.only is None]
     if backend == "numpy":
         for t in moving:
             reference.run(t)
+        return
+    if backend == "triton":
+        gpu.run(moving)
         return
     total = output_bytes(moving)
     for group in groups(moving):
@@ -63,8 +68,8 @@ def check(tiles: Sequence[Tiles], *, threads: int, backend: Backend, isa: Isa) -
         raise ValueError(f"threads must be at least 1, not {threads}")
     if isa not in ("auto", "avx2", "portable"):
         raise ValueError(f"isa must be auto, avx2 or portable, not {isa!r}")
-    if backend not in ("native", "numpy"):
-        raise ValueError(f"backend must be native or numpy, not {backend!r}")
+    if backend not in ("native", "numpy", "triton"):
+        raise ValueError(f"backend must be native, numpy or triton, not {backend!r}")
 
 
 def groups(tiles: Sequence[Tiles]) -> list[list[Tiles]]:
