@@ -10,7 +10,6 @@ and page tables as in bench/kernels.py: "DRAM" = K of 32 layers x 4,096 tokens x
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import statistics
 import time
@@ -18,7 +17,7 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from harness import print_table, write_json
+from harness import arguments, print_table, write_json
 from kernel_cases import DIM, HEADS, Bench, Layout
 from kernels import CACHE_TOKENS, DRAM_TOKENS
 from regauge.layout.dtypes import DTYPES
@@ -153,11 +152,7 @@ def measure(where: str, tokens: int, threads: int, rounds: int, only: str) -> li
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=11)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--json", action="store_true", help="also write bench/out/digest.json")
-    parser.add_argument("--only", default="", help="run only cases whose name contains this")
+    parser = arguments(__doc__, rounds=11, name="digest")
     options = parser.parse_args()
     print(f"isa {kernels.isa()}, {options.threads} threads, medians of {options.rounds} rounds")
     rows: list[dict[str, object]] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
 import time
@@ -43,3 +44,13 @@ def write_json(name: str, data: object) -> Path:
     path = OUT / f"{name}.json"
     path.write_text(json.dumps(data, indent=2) + "\n")
     return path
+
+
+def arguments(doc: str | None, *, rounds: int, name: str) -> argparse.ArgumentParser:
+    """Return a parser with the options that the benches of kernels share."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=rounds)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--json", action="store_true", help=f"also write bench/out/{name}.json")
+    parser.add_argument("--only", default="", help="run only cases whose name contains this")
+    return parser

@@ -11,10 +11,9 @@ kernels_torch.py.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Sequence
 
-from harness import medians, print_table, write_json
+from harness import arguments, medians, print_table, write_json
 from kernel_cases import DIM, HEADS, Bench, Layout
 from regauge import _native
 from regauge.move import kernels
@@ -122,11 +121,7 @@ def measure(where: str, tokens: int, threads: int, rounds: int, only: str) -> li
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--json", action="store_true", help="also write bench/out/kernels.json")
-    parser.add_argument("--only", default="", help="run only cases whose name contains this")
+    parser = arguments(__doc__, rounds=9, name="kernels")
     parser.add_argument("--torch", action="store_true", help="also compare with torch's own operations")
     options = parser.parse_args()
     print(f"isa {kernels.isa()}, {options.threads} threads, medians of {options.rounds} rounds")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -9,7 +11,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from regauge.layout.presets import attention_model, from_short
+from regauge.layout.presets import attention_model, from_short, load_model
 from regauge.layout.spec import Array, Component, Group, Layout, Placement, Shard
 from regauge.layout.validate import validate
 from regauge.layout.view import component_view, scale_view
@@ -268,3 +270,32 @@ def test_long_rows_are_cut_into_segments() -> None:
     sums = digest.run(instantiate(plan, src.side(pages), dst.side(pages), (0, 9), keys=KEYS))
     assert sums.src == logical(src, pages, a.groups[0], plan.lanes, range(9))
     assert sums.dst == logical(dst, pages, b.groups[0], plan.lanes, range(9))
+
+
+REAL = {
+    "deepseek-v3.2": ("bf16,page=64", "record:fp8_ds_mla,record:dsa_index,page=64", "fp8,scale=token_head,page=16"),
+    "kimi-linear-48b-a3b": ("bf16,page=64", "bf16,page=16,hnd,state=bf16", "bf16,record:dsa_mla,page=64"),
+    "gpt-oss-20b": ("bf16,page=16", "bf16,page=64,kt", "bf16,record:inline4,page=16"),
+}
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_todays_models_are_digested_in_the_pass_that_moves_them(name: str) -> None:
+    """Packed records, indexers, recurrent states, windows: no row has to be read apart, and nothing is refused."""
+    model = load_model(name)
+    sides_ = [from_short(form, model, pages=2, requests=2) for form in REAL[name]]
+    for a, b in itertools.product(sides_, repeat=2):
+        if check(a, b).refusals:
+            continue
+        plan, src, dst = compile(a, b), Pool.of(a, seeded(1)), Pool.of(b, seeded(2))
+        for pair in plan.pairs:
+            recurrent = a.groups[pair[0]].kind == "recurrent"
+            tokens, pages = ((0, 1), np.array([1])) if recurrent else ((3, 20), np.array([1, 0]))
+            layer = plan.layers_of(pair)[:1]
+            tiles = instantiate(plan, src.side(pages), dst.side(pages), tokens, pair=pair, layers=layer, keys=KEYS)
+            assert all(t.only is None or t.run * math.prod(t.shape) < 1024 for t in tiles), (
+                "more than scales is read apart"
+            )
+            sums = digest.run(tiles)
+            assert digest.read(tiles, "dst", backend="numpy") == sums.dst
+            assert sums.src == sums.dst or any(lane.converts for lane in plan.lanes if lane.pair == pair)

@@ -15,11 +15,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
 from regauge.layout.dtypes import DTYPES
+from regauge.layout.elements import NUMPY_DTYPES
 from regauge.layout.spec import Component, Group, Layout, Scale, Shard, scale_table
 from regauge.layout.view import View, component_view, scale_view
 from regauge.plan.boxes import Side
@@ -28,18 +28,6 @@ from regauge.plan.tiles import Int64
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 FLT_MAX_BITS = np.uint32(0x7F7FFFFF)
-
-NUMPY_DTYPES: dict[str, Any] = {
-    "float32": np.float32,
-    "bfloat16": ml_dtypes.bfloat16,
-    "float16": np.float16,
-    "float8_e4m3fn": ml_dtypes.float8_e4m3fn,
-    "float8_e4m3fnuz": ml_dtypes.float8_e4m3fnuz,
-    "float8_e5m2": ml_dtypes.float8_e5m2,
-    "int8": np.int8,
-    "float4_e2m1fn_x2": np.uint8,
-    "float8_e8m0fnu": ml_dtypes.float8_e8m0fnu,
-}
 
 
 def holds(shard: Shard, token: int) -> bool:

@@ -5,32 +5,15 @@ Plain numpy and ml_dtypes, every operation rounded on its own in float32. Source
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import MappingProxyType
-from typing import Any
-
-import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
 from regauge.layout.dtypes import DTYPES
+from regauge.layout.elements import NUMPY_DTYPES
 from regauge.layout.spec import Rule, Scale
 
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
-
-_TYPES: Mapping[str, Any] = MappingProxyType(
-    {
-        "float32": np.float32,
-        "bfloat16": ml_dtypes.bfloat16,
-        "float16": np.float16,
-        "float8_e4m3fn": ml_dtypes.float8_e4m3fn,
-        "float8_e4m3fnuz": ml_dtypes.float8_e4m3fnuz,
-        "float8_e5m2": ml_dtypes.float8_e5m2,
-        "int8": np.int8,
-        "float8_e8m0fnu": ml_dtypes.float8_e8m0fnu,
-    }
-)
 
 
 def encode(values: Floats, dtype: str) -> Bytes:
@@ -41,13 +24,13 @@ def encode(values: Floats, dtype: str) -> Bytes:
     if info is not None and info.whole:
         values = np.rint(values)
     with np.errstate(over="ignore", invalid="ignore"):
-        codes = np.ascontiguousarray(values.astype(_TYPES[dtype]))
+        codes = np.ascontiguousarray(values.astype(NUMPY_DTYPES[dtype]))
     return codes[..., None].view(np.uint8)
 
 
 def decode(raw: Bytes, dtype: str) -> Floats:
     """Widen the bytes of elements, uint8[..., itemsize], to float32."""
-    values: Floats = np.ascontiguousarray(raw).view(_TYPES[dtype])[..., 0].astype(np.float32)
+    values: Floats = np.ascontiguousarray(raw).view(NUMPY_DTYPES[dtype])[..., 0].astype(np.float32)
     return values
 
 

@@ -15,11 +15,12 @@ import ml_dtypes
 import msgspec
 import numpy as np
 
+from regauge.layout.elements import NUMPY_DTYPES
 from regauge.layout.spec import Component, Group, Layout, Placement, Scale, Shard, format_layers, scale_table
 from regauge.layout.view import component_view, region_sizes, scale_view
 from regauge.plan.boxes import Side
 from regauge.plan.planner import live
-from regauge.plan.reference import NUMPY_DTYPES, Bytes, addresses, places, side_of, store, transfer
+from regauge.plan.reference import Bytes, addresses, places, side_of, store, transfer
 from regauge.plan.stripes import owned
 from regauge.plan.tiles import Int64
 
