@@ -5,13 +5,13 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from regauge.errors import ConfigError
 from regauge.layout.presets import attention_model, from_short, load_model
 from regauge.layout.spec import Array, Component, Group, Layout, Model, Placement, Shard, State
-from regauge.plan import Plan, compile, instantiate, pieces
+from regauge.plan import Plan, check, compile, instantiate, pieces
 from regauge.plan.cost import (
     DEFAULTS,
     Constants,
@@ -231,6 +231,7 @@ def test_more_pieces_than_are_worth_counting_are_scaled() -> None:
 def test_every_pair_has_a_way_and_its_spans_are_the_planners(data: st.DataObject, tokens: int, mode: str) -> None:
     model = data.draw(models())
     a, b = (roomy(data.draw(layouts(model, (*FLOATS, *EIGHT_BIT))), tokens) for _ in "ab")
+    assume(not check(a, b).refusals)
     plan = compile(a, b)
     for pair in plan.pairs:
         found = decide(plan, pair, DEFAULTS, Setting(mode, chunk_tokens=16), (0, tokens))
