@@ -14,11 +14,13 @@ test: $(READY)  ## all tests
 	$(BIN)/python -m pytest $(ARGS)
 
 bench: $(READY)  ## every measured claim
-	$(BIN)/python bench/kernels.py
+	$(BIN)/python bench/kernels.py --torch
 	$(BIN)/python bench/digest.py
+	$(BIN)/python bench/plan.py
 	$(BIN)/python bench/transports.py
 	$(BIN)/python bench/serve.py
 	$(BIN)/regauge bench accuracy
+	$(BIN)/regauge bench conformance
 
 gpu: $(READY)  ## the Triton kernels on a GPU; needs a build of torch for it
 	$(BIN)/python bench/gpu.py $(ARGS)
