@@ -11,7 +11,7 @@ from regauge.errors import LayoutError, PresetError
 from regauge.layout.dtypes import DTYPES
 from regauge.layout.engines import Flags, engine_layout, from_engine_form
 from regauge.layout.presets import attention_model, load_layout, load_model, load_model_dtype, shipped_models
-from regauge.layout.spec import Array, Component, Layout, Model, Shard
+from regauge.layout.spec import Array, Component, Layout, Model, Shard, State
 from regauge.layout.view import Int64, bytes_per_token, check_memory, component_view, region_sizes
 from regauge.move import kernels
 from regauge.plan import check, compile, instantiate
@@ -391,3 +391,12 @@ def test_every_shipped_model_has_an_engine_layout(name: str) -> None:
         assert {(g.kind, x) for g in layout.groups for x in g.layer_ids} == {
             (s.kind, x) for s in model.states for x in s.layer_ids
         }
+
+
+def test_a_recurrent_state_that_is_no_delta_net_has_no_preset() -> None:
+    kept = [
+        State("attention", "0", {"k": Array(2, 8), "v": Array(2, 8)}),
+        State("recurrent", "1", {"conv_q": Array(2, 6), "ssm_state": Array(2, 16)}),
+    ]
+    with pytest.raises(PresetError, match="a delta net also keeps conv_v; other recurrent states have no preset"):
+        engine_layout("sglang", Model("m", 2, kept), Flags(model_dtype="bfloat16"))

@@ -17,10 +17,12 @@ from regauge.layout.spec import (
     Layout,
     Region,
     Rope,
+    Scale,
     Shard,
     format_layers,
     parse_layers,
     parse_order,
+    scale_table,
 )
 from regauge.layout.validate import validate
 from strategies import EIGHT_BIT, FLOATS, layouts, models
@@ -89,6 +91,7 @@ def broken(path: str, value: object) -> Layout:
         ("groups.0.components.0.at.order", "page token head dim", "either as an axis of the order or as"),
         ("groups.0.components.0.at.order", "layer page token head dim dim:3", "dim of size 8 cannot be split by 3"),
         ("groups.0.components.0.at.order", "layer page token head dim dim", "named twice"),
+        ("groups.0.components.0.at.order", "layer page token head dim token:8", "token of size 4 cannot be split by 8"),
         ("groups.0.components.0.at.order", "layer page token head dim:4 dim", "outer part is missing"),
         ("groups.0.components.0.at.order", "layer page:2 token head dim", "can be split"),
         ("groups.0.components.0.at.order", "layer page tokens head dim", "unknown axis 'tokens'"),
@@ -146,6 +149,11 @@ def test_the_digest_tells_layouts_apart_but_not_addresses() -> None:
 @pytest.mark.parametrize(("size", "rank", "heads"), [(1, 0, [0, 1, 2, 3]), (2, 1, [2, 3]), (4, 2, [2]), (8, 5, [2])])
 def test_ranks_share_or_replicate_heads(size: int, rank: int, heads: list[int]) -> None:
     assert list(Shard(rank, size).heads(4)) == heads
+
+
+def test_constant_scales_of_a_peer_cost_bounded_memory() -> None:
+    with pytest.raises(LayoutError, match="100000 layers of 65536 heads; at most 1048576 constant scales"):
+        scale_table(Scale("tensor", values=1.0), 100_000, 65_536)
 
 
 def test_a_default_that_is_written_out_changes_no_digest() -> None:

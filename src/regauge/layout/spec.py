@@ -46,6 +46,8 @@ Rule = Literal["reciprocal", "divide", "divide_source"]
 AXES = ("layer", "page", "kv", "token", "head", "dim")
 SPLITTABLE = ("token", "head", "dim")
 MAX_LAYERS = 100_000
+MAX_SCALES = 1 << 20
+"""Most constant scales of a component: a peer's layout must not cost arbitrary memory."""
 
 
 class Rope(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -330,6 +332,10 @@ def required_axes(kind: Kind) -> tuple[str, ...]:
 def scale_table(scale: Scale, layers: int, heads: int, *, path: str = "scale") -> list[list[float]]:
     """Return constant scales as one row of `heads` numbers per layer. Raises LayoutError where they do not fit."""
     values = scale.values
+    if layers * heads > MAX_SCALES:
+        raise LayoutError(
+            f"{layers} layers of {heads} heads; at most {MAX_SCALES} constant scales", path=f"{path}.values"
+        )
     if not isinstance(values, list):
         values = [float(values if values is not None else 1.0)] * layers
     if len(values) != layers:

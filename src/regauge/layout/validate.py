@@ -107,7 +107,7 @@ def _validate_group(layout: Layout, group: Group, path: str) -> None:
         if component.dtype not in DTYPES:
             raise LayoutError(f"unknown dtype {component.dtype!r}; known are {', '.join(DTYPES)}", path=f"{at}.dtype")
         _validate_geometry(layout, state, component, at)
-        sizes = {"head": component.heads, "dim": component.dim}
+        sizes = {"token": group.page_size, "head": component.heads, "dim": component.dim}
         _validate_placement(component.at, f"{at}.at", sizes, group.kind)
         if component.scale is not None:
             _validate_scale(component.scale, group, component, f"{at}.scale")
@@ -176,7 +176,9 @@ def _validate_scale(scale: Scale, group: Group, component: Component, path: str)
         if scale.dtype == "float8_e8m0fnu" and not scale.pow2:
             raise LayoutError("float8_e8m0fnu holds powers of two: set pow2", path=f"{path}.pow2")
         blocks = scale.blocks(component.dim)
-        _validate_placement(scale.at, f"{path}.at", {"head": component.heads, "dim": blocks}, group.kind)
+        _validate_placement(
+            scale.at, f"{path}.at", {"token": group.page_size, "head": component.heads, "dim": blocks}, group.kind
+        )
         if scale.per == "token_head" and "dim" in scale.at.order:
             raise LayoutError("a scale per token_head has no dim axis", path=f"{path}.at.order")
     elif scale.per in ("token_head", "block") or scale.dtype != "float32":

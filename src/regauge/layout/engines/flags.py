@@ -124,7 +124,13 @@ def packed(model: Model, flags: Flags, dtype: str, *, default: bool) -> bool:
 
 
 def past_inputs(state: State) -> int:
-    """Return how many past inputs the convolutions of a delta net keep: the kernel's size less one."""
+    """Return how many past inputs the convolutions of a delta net keep: the kernel's size less one.
+
+    Raises PresetError for a recurrent state that is no delta net.
+    """
+    if lacking := [name for name in ("conv_q", "conv_v", "ssm_state") if name not in state.arrays]:
+        raise PresetError(f"a delta net also keeps {', '.join(lacking)}; other recurrent states have no preset: {IN_A_FILE}",
+                          path="model.states")  # fmt: skip
     query, value, ssm = (state.arrays[name].dim for name in ("conv_q", "conv_v", "ssm_state"))
     return isqrt(query * value // ssm)  # key dim * past * value dim * past over value dim * key dim
 
