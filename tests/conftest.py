@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 sys.path.insert(0, str(Path(__file__).parent))
 # Triton decides at import whether its kernels run in the interpreter, and transformers imports it.
@@ -17,3 +18,8 @@ os.environ["TRITON_INTERPRET"] = "1"
 def anyio_backend() -> str:
     """Asynchronous tests run on asyncio: that is what the workers use."""
     return "asyncio"
+
+
+# Random pairs of layouts that are refused are skipped, slow machines draw slowly: neither is a fault of what is tested.
+settings.register_profile("regauge", suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
+settings.load_profile("regauge")
