@@ -137,40 +137,40 @@ struct Vector<E5M2> {
   }
 };
 
+// e4m3 of either kind: the seven bits of a magnitude, shifted under fp16's exponent, are the value divided by kUnit,
+// subnormals included; `mend` makes those that mean NaN one of fp16's.
+template <class Kind>
+REGAUGE_INLINE void load_e4m3(const Byte* p, __m256 v[4]) {
+  for (int k = 0; k < 4; k += 2) {
+    const __m128i x = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 8 * k));
+    const __m256i h = _mm256_srai_epi16(_mm256_slli_epi16(_mm256_cvtepu8_epi16(x), 8), 1);
+    widen_half(Kind::mend(_mm256_and_si256(h, halves(0xbf80u))), v + k);
+    v[k] = _mm256_mul_ps(v[k], _mm256_set1_ps(Kind::kUnit));
+    v[k + 1] = _mm256_mul_ps(v[k + 1], _mm256_set1_ps(Kind::kUnit));
+  }
+}
+
 template <>
 struct Vector<E4M3> {
   static constexpr bool kEvenOdd = false, kCleanNan = false;
-  // The seven bits of a magnitude, shifted under fp16's exponent, are the value divided by 256; subnormals included.
-  REGAUGE_INLINE static void load(const Byte* p, __m256 v[4]) {
-    for (int k = 0; k < 4; k += 2) {
-      const __m128i x = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 8 * k));
-      __m256i h = _mm256_srai_epi16(_mm256_slli_epi16(_mm256_cvtepu8_epi16(x), 8), 1);
-      h = _mm256_and_si256(h, halves(0xbf80u));
-      const __m256i nan = _mm256_cmpeq_epi16(_mm256_and_si256(h, halves(0x3f80u)), halves(0x3f80u));
-      h = _mm256_add_epi16(h, _mm256_and_si256(nan, halves(0x7e00u - 0x3f80u)));
-      widen_half(h, v + k);
-      v[k] = _mm256_mul_ps(v[k], _mm256_set1_ps(256.0f));
-      v[k + 1] = _mm256_mul_ps(v[k + 1], _mm256_set1_ps(256.0f));
-    }
+  static constexpr float kUnit = 256.0f;
+  REGAUGE_INLINE static __m256i mend(__m256i h) {
+    const __m256i nan = _mm256_cmpeq_epi16(_mm256_and_si256(h, halves(0x3f80u)), halves(0x3f80u));
+    return _mm256_add_epi16(h, _mm256_and_si256(nan, halves(0x7e00u - 0x3f80u)));
   }
+  REGAUGE_INLINE static void load(const Byte* p, __m256 v[4]) { load_e4m3<Vector>(p, v); }
 };
 
 template <>
 struct Vector<E4M3Fnuz> {
   static constexpr bool kEvenOdd = false, kCleanNan = false;
-  // As for E4M3, with half the value; the one NaN would be a negative zero.
-  REGAUGE_INLINE static void load(const Byte* p, __m256 v[4]) {
-    for (int k = 0; k < 4; k += 2) {
-      const __m128i x = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 8 * k));
-      __m256i h = _mm256_srai_epi16(_mm256_slli_epi16(_mm256_cvtepu8_epi16(x), 8), 1);
-      h = _mm256_and_si256(h, halves(0xbf80u));
-      const __m256i nan = _mm256_cmpeq_epi16(h, halves(0x8000u));
-      h = _mm256_xor_si256(h, _mm256_and_si256(nan, halves(0x8000u ^ 0x7e00u)));
-      widen_half(h, v + k);
-      v[k] = _mm256_mul_ps(v[k], _mm256_set1_ps(128.0f));
-      v[k + 1] = _mm256_mul_ps(v[k + 1], _mm256_set1_ps(128.0f));
-    }
+  static constexpr float kUnit = 128.0f;
+  // The one NaN would be a negative zero.
+  REGAUGE_INLINE static __m256i mend(__m256i h) {
+    const __m256i nan = _mm256_cmpeq_epi16(h, halves(0x8000u));
+    return _mm256_xor_si256(h, _mm256_and_si256(nan, halves(0x8000u ^ 0x7e00u)));
   }
+  REGAUGE_INLINE static void load(const Byte* p, __m256 v[4]) { load_e4m3<Vector>(p, v); }
 };
 
 template <>

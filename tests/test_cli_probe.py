@@ -23,7 +23,6 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
 
 @pytest.mark.model
 def test_local_is_verified_and_a_wrong_declaration_named(capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("torch")
     small = ("--engine", "local", "--layers", "0,29", "--layout", "bf16,page=4,hnd", "--pages", "4")
     code, out, _ = run(capsys, *small)
     assert code == 0

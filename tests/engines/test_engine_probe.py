@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 import pytest
+import torch
 
 from regauge.engines.probe import Cache, probe, storage_bytes
 from regauge.errors import EngineError
@@ -16,7 +17,6 @@ from regauge.layout.presets import attention_model
 from regauge.layout.probe.codes import Bytes, Floats
 from regauge.layout.spec import Array, Kind, Layout, Placement
 
-torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.model
 
 HEADS, DIM, PAGE, PAGES, LAYERS = 2, 32, 32, 4, 3

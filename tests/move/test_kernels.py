@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import ml_dtypes
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -53,7 +54,6 @@ def test_all_inputs_with_odd_scales(src: str, dst: str, rule: str) -> None:
 @pytest.mark.parametrize("dst", FP8)
 @pytest.mark.parametrize("src", ["bfloat16", "float16"])
 def test_codes_equal_torch_after_an_explicit_clamp(src: str, dst: str) -> None:
-    torch = pytest.importorskip("torch")
     codes = codes_of(src)
     values = torch.from_numpy(codes.view(np.int16).copy()).view(getattr(torch, src)).float()
     most = reference.MAX_FINITE[dst]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,7 +19,6 @@ E8M0 = "float8_e8m0fnu"
 @pytest.mark.parametrize("dst", FP8)
 @pytest.mark.parametrize("src", ["bfloat16", "float16"])
 def test_dividing_in_the_source_dtype_gives_the_codes_of_a_tensor_divided_before_the_cast(src: str, dst: str) -> None:
-    torch = pytest.importorskip("torch")
     codes = codes_of(src)
     values = torch.from_numpy(codes.view(np.int16).copy()).view(getattr(torch, src))
     most, differ = reference.MAX_FINITE[dst], 0

@@ -5,11 +5,10 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 import pytest
+import torch
 
 from regauge.move import reference
 from regauge.plan.tiles import Convert, Tiles
-
-torch = pytest.importorskip("torch")
 
 FP8 = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2")
 NARROW = ("bfloat16", "float16", *FP8)

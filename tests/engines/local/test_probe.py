@@ -6,13 +6,11 @@ import msgspec
 import numpy as np
 import pytest
 
+from regauge.engines.local.probe import LocalCache
 from regauge.engines.probe import probe
 from regauge.errors import ConfigError, EngineError
 from regauge.layout.presets import attention_model, from_short
 from regauge.layout.spec import Array
-
-pytest.importorskip("torch")
-from regauge.engines.local.probe import LocalCache
 
 pytestmark = pytest.mark.model
 

@@ -11,9 +11,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("torch")
-pytest.importorskip("triton")
-
 from regauge.move.triton import ahead
 
 ELF = "7f454c46"

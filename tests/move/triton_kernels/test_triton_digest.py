@@ -11,10 +11,6 @@ from hypothesis import strategies as st
 from test_digest_kernels import Case, conversions, copies
 
 from kernel_cases import address
-
-pytest.importorskip("torch")
-pytest.importorskip("triton")
-
 from regauge.move.triton.digest import Rows, digest
 from regauge.plan.digest import ROW_KEY, Keys, add, elements_digest
 from regauge.plan.tiles import Int64, Keyed

@@ -17,10 +17,6 @@ from hypothesis import strategies as st
 from test_kernels import conversions, copies
 
 from kernel_cases import EIGHT_BIT, Case, address, codes_of, noise, row, strides_in
-
-pytest.importorskip("torch")
-pytest.importorskip("triton")
-
 from regauge.errors import ConfigError
 from regauge.move import kernels, reference
 from regauge.move.triton import run as triton_run

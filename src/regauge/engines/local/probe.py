@@ -32,7 +32,7 @@ class LocalCache:
         most = layout.groups[0].pages * layout.groups[0].page_size
         try:
             self._kv = PagedKV(self._memory, dtype=getattr(torch, dtype), max_new=most, max_context=most)
-        except BaseException:
+        except BaseException:  # whatever broke, the memory is given back, and the error goes on
             self._memory.slab.close()
             raise
 
