@@ -17,7 +17,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import msgspec
 import numpy as np
 
 from harness import print_table, write_json
@@ -27,6 +26,7 @@ from regauge.layout.view import region_sizes
 from regauge.plan import Plan, Side, compile, instantiate, pieces
 from regauge.plan.boxes import MAX_PIECES
 from regauge.plan.cost import DEFAULTS, Decision, Setting, decide
+from regauge.plan.sample import roomy
 from regauge.plan.wire import REGION, WireFormat
 
 SETTING = Setting("rdma", link_bytes_per_s=50e9)
@@ -73,12 +73,6 @@ def packed(model: Model, shard: Shard) -> Layout:
     return Layout(model, [Group("latent", "0-23", 64, parts)], shard)
 
 
-def bound(layout: Layout, tokens: int) -> Layout:
-    """Give the layout twice the pages that it needs and its regions addresses: planning touches no memory."""
-    groups = [msgspec.structs.replace(g, pages=2 * -(-tokens // g.page_size)) for g in layout.groups]
-    return msgspec.structs.replace(layout, groups=groups)
-
-
 def side(layout: Layout, tokens: int, rng: np.random.Generator, *, together: bool) -> Side:
     group = layout.groups[0]
     need = -(-tokens // group.page_size)
@@ -90,17 +84,22 @@ def plan_mapped(plan: Plan, sides: tuple[Side, Side], tokens: int) -> int:
     return len(pieces(instantiate(plan, *sides, (0, tokens))))
 
 
-def plan_staged(plan: Plan, wire: WireFormat, sides: tuple[Side, Side], tokens: int, runs: int) -> int:
-    """Make the boxes of gather and scatter of every chunk, as a link does."""
+def plan_staged(plan: Plan, wire: WireFormat, sides: tuple[Side, Side], tokens: int) -> int:
+    """Make the boxes of gather and scatter of every write, as a link does: as many layers of a chunk as fit into a slot."""
     pair, layers = plan.pairs[0], plan.layers_of(plan.pairs[0])
-    slot = np.zeros(1, np.int64)
+    slot, writes = np.zeros(1, np.int64), 0
     for start in range(0, tokens, SETTING.chunk_tokens):
         chunk = (start, min(start + SETTING.chunk_tokens, tokens))
-        gather, scatter = wire.halves(pair, chunk[1] - chunk[0])
+        count = chunk[1] - chunk[0]
+        gather, scatter = wire.halves(pair, count)
         staged = Side(slot, {REGION: 0}, origin=start)
-        instantiate(gather, sides[0], staged, chunk, layers=layers)
-        instantiate(scatter, staged, sides[1], chunk, layers=layers)
-    return runs
+        fit = SETTING.slot_bytes // wire.layer_bytes(pair, count)
+        for first in range(0, len(layers), fit):
+            some = layers[first : first + fit]
+            instantiate(gather, sides[0], staged, chunk, layers=some)
+            instantiate(scatter, staged, sides[1], chunk, layers=some)
+            writes += 1
+    return writes
 
 
 def mapped_spans(decision: Decision, plan: Plan, sides: tuple[Side, Side], tokens: int) -> str:
@@ -111,7 +110,7 @@ def mapped_spans(decision: Decision, plan: Plan, sides: tuple[Side, Side], token
 
 
 def measure(case: Case, rounds: int, rng: np.random.Generator) -> dict[str, object]:
-    layouts = bound(case.prefill, case.tokens), bound(case.decode, case.tokens)
+    layouts = roomy(case.prefill, case.tokens), roomy(case.decode, case.tokens)
     start = time.process_time()
     plan = compile(*layouts)
     compiling = time.process_time() - start
@@ -123,7 +122,7 @@ def measure(case: Case, rounds: int, rng: np.random.Generator) -> dict[str, obje
         if way.mode == "mapped":
             sent = plan_mapped(plan, (a, b), case.tokens)
         else:
-            sent = plan_staged(plan, wire, (a, b), case.tokens, way.spans.count)
+            sent = plan_staged(plan, wire, (a, b), case.tokens)
         seconds.append(time.process_time() - start)
     return {
         "geometry": case.name,

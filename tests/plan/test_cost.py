@@ -35,7 +35,7 @@ LLAMA = load_model("llama-3.1-8b")
 ROUND = Constants(
     source="round numbers",
     expand_s=0.0,
-    kernels=KernelConstants(memcpy=1e9, copy=(Rate(2, 1e9), Rate(32, 5e9)), narrow=3e9, widen=3e9, dynamic=1e9, alike=2e9),
+    kernels=KernelConstants(copy=(Rate(2, 1e9), Rate(32, 5e9)), narrow=3e9, widen=3e9, dynamic=1e9, alike=2e9),
     transports={
         "wire": TransportConstants(post_s=1.0, piece_s=0.5, bytes_per_s=1e9),
         "link": TransportConstants(post_s=0.0, piece_s=1e-6, share=0.5),
@@ -254,8 +254,9 @@ def test_constants_are_written_and_read_back() -> None:
 @pytest.mark.parametrize(
     ("old", "new", "match"),
     [
-        ("memcpy = 1000000000.0", "memcpy = 0.0", "kernels: rates are finite and positive"),
-        ("memcpy = 1000000000.0", "memcpi = 1.0", r"Object missing required field `memcpy`.*calibrate|unknown field `memcpi`"),
+        ("dynamic = 1000000000.0", "dynamic = 0.0", "kernels: rates are finite and positive"),
+        ("dynamic = 1000000000.0", "dinamic = 1.0", r"Object missing required field `dynamic`.*calibrate|unknown field `dinamic`"),
+        ("expand_s = 0.0", "expand_s = -1.0", "expand_s: seconds are finite and not negative"),
         ("run_bytes = 32", "run_bytes = 1", "kernels.copy: give rates ascending in run_bytes"),
         ("share = 0.5", "share = 1.5", "transports.link: .* share is over 0 and at most 1"),
         ("post_s = 1.0", "post_s = -1.0", "transports.wire: times and rates are finite and not negative"),

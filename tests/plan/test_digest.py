@@ -100,23 +100,6 @@ def test_a_secret_of_another_length_is_refused() -> None:
     assert repr(KEYS) == "Keys(...)"
 
 
-def test_row_values_collide_as_rarely_as_two_small_hashes_of_that_size_would() -> None:
-    """NH of words scaled down to 8 bits: the largest share of keys under which a pair of rows differs by a given amount is
-    at most 2^-8 each, 2^-16 together. Checked over all keys of one pair of words, for the worst of many row pairs."""
-    k = np.arange(256, dtype=np.int64)
-    rng = np.random.default_rng(3)
-    worst = 0
-    for _ in range(200):
-        a, b, c, d = rng.integers(0, 256, 4)
-        if (a, b) == (c, d):
-            continue
-        x = ((a + k[:, None]) % 256) * ((b + k[None, :]) % 256)
-        y = ((c + k[:, None]) % 256) * ((d + k[None, :]) % 256)
-        _, counts = np.unique((x - y) % 65536, return_counts=True)
-        worst = max(worst, int(counts.max()))
-    assert worst <= 256
-
-
 def test_one_bit_changes_both_values_of_a_row() -> None:
     rows = np.zeros((257, 32), np.uint8)
     for bit in range(256):

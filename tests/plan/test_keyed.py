@@ -163,10 +163,10 @@ def test_what_ranks_send_adds_up_to_what_a_rank_gets(data: st.DataObject, seed: 
 # ---- faults ----
 
 
-def flip(pool: Pool, rng: np.random.Generator, where: np.ndarray, size: int, *, bit: bool) -> None:
-    """Change one element: one bit of it, or all of it to another value."""
-    at = int(where.flat[rng.integers(where.size)]) + int(rng.integers(size))
-    pool.memory[at] ^= np.uint8(1 << rng.integers(8)) if bit else np.uint8(rng.integers(1, 256))
+def change(pool: Pool, rng: np.random.Generator, where: np.ndarray, size: int) -> None:
+    """Change every byte of every element at these addresses."""
+    at = (where.ravel()[:, None] + np.arange(size)).ravel()
+    pool.memory[at] ^= rng.integers(1, 256, len(at), np.uint8)
 
 
 def elements(pool: Pool, pages: np.ndarray, tokens: range) -> list[tuple[np.ndarray, int]]:
@@ -206,11 +206,16 @@ def test_every_fault_is_seen(fault: str, data: st.DataObject, seed: int) -> None
     used = range(min(end, group.page_size))
     match fault:
         case "bit" | "element":
-            where, size = elements(dst, d, range(end))[rng.integers(len(elements(dst, d, range(end))))]
-            flip(dst, rng, where, size, bit=fault == "bit")
+            arrays = elements(dst, d, range(end))
+            where, size = arrays[rng.integers(len(arrays))]
+            one = where.flat[[rng.integers(where.size)]]
+            if fault == "bit":
+                dst.memory[one + rng.integers(size)] ^= np.uint8(1 << rng.integers(8))
+            else:
+                change(dst, rng, one, size)
         case "page":
             for where, size in elements(dst, d[:1], used):
-                flip(dst, rng, where, size, bit=False)
+                change(dst, rng, where, size)
         case "swapped":
             assume(len(d) > 1)
             swapped = d.copy()

@@ -15,6 +15,8 @@ from regauge.move import kernels
 from regauge.plan import check, instantiate
 from regauge.plan.ranks import crossings, path_of, ranks
 from regauge.plan.reference import transfer
+from regauge.plan.sample import roomy
+from regauge.plan.stripes import owned
 from strategies import EIGHT_BIT, FLOATS, Pool, assert_same, hybrids, layouts, shards
 
 TOKENS = 23
@@ -52,15 +54,10 @@ def alike(group: Group) -> Group:
 def sides(draw: st.DrawFn, model: Model, dtypes: tuple[str, ...]) -> list[Layout]:
     one = draw(layouts(model, dtypes, shard=draw(shards(model))))
     one = msgspec.structs.replace(one, groups=[alike(group) for group in one.groups])
-    one = roomy(one)
+    one = roomy(one, TOKENS)
     each = ranks(one)
     count = draw(st.integers(1, model.num_layers))
     return [stage for rank in each for stage in (stages(rank, count) if count > 1 else [rank])]
-
-
-def roomy(layout: Layout) -> Layout:
-    groups = [msgspec.structs.replace(g, pages=-(-TOKENS // g.page_size)) for g in layout.groups]
-    return msgspec.structs.replace(layout, groups=groups)
 
 
 def tokens_of(group: Group) -> tuple[int, int]:
@@ -81,7 +78,7 @@ def test_ranks_of_any_number_on_both_sides(data: st.DataObject, seed: int) -> No
     """What decode ranks hold at the end is what they would hold if one rank of the whole model had sent it."""
     model = data.draw(hybrids())
     dtype = data.draw(st.sampled_from(FLOATS))
-    whole = roomy(data.draw(layouts(model, (dtype,))))
+    whole = roomy(data.draw(layouts(model, (dtype,))), TOKENS)
     prefill = data.draw(sides(model, (dtype,)))
     decode = data.draw(sides(model, (*FLOATS, *EIGHT_BIT)))
     rng = np.random.default_rng(seed)
@@ -161,3 +158,22 @@ def test_many_ranks_are_paired_fast() -> None:
     pairs = crossings(a, b)
     assert len(pairs) == 32
     assert {c.plan.lanes[0].heads for c in pairs} == {(h,) for h in range(heads)}
+
+
+@given(data=st.data())
+def test_two_stripings_share_a_token_or_they_do_not(data: st.DataObject) -> None:
+    a, b = (
+        Shard(cp_rank=data.draw(st.integers(0, size - 1)), cp_size=size, cp_stripe=data.draw(st.integers(1, 9)))
+        for size in data.draw(st.tuples(st.integers(1, 5), st.integers(1, 5)))
+    )
+    tokens = np.arange(5 * 9 * 5 * 9)
+    shared = bool((owned(a, tokens) & owned(b, tokens)).any())
+    verdict = check(*(from_short("bf16", MODEL, shard=shard) for shard in (a, b)))
+    assert (verdict.path != "NONE") == shared
+
+
+def test_stripings_of_a_peer_cost_bounded_memory() -> None:
+    """Periods of 2^32 tokens and more, in which the two deals never repeat."""
+    for a, b in (((1024, 8191), (1023, 1)), ((4096, 1 << 20), (4095, (1 << 20) - 1))):
+        sides = [from_short("bf16", MODEL, shard=Shard(cp_size=n, cp_stripe=stripe)) for n, stripe in (a, b)]
+        assert check(*sides).path == "REMAP"

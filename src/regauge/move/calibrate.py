@@ -16,14 +16,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from regauge import _native
 from regauge.errors import ConfigError, TransportError
 from regauge.layout.dtypes import DTYPES
 from regauge.move import kernels
@@ -117,13 +115,9 @@ class _Kernels:
         }  # fmt: skip
         boxes = {**{str(run): case for run, case in copies.items()}, **convert}
         work: dict[str, Callable[[], object]] = {name: self._work(tiles) for name, (tiles, _) in boxes.items()}
-        source, target = self._bf16.ctypes.data, self._out.ctypes.data
-        for streaming in (False, True):
-            work[f"memcpy {streaming}"] = partial(_native.memcpy, target, source, BUFFER, self._threads, streaming)
         seconds = _medians(work, self._rounds)
         rate = {name: nbytes / seconds[name] for name, (_, nbytes) in boxes.items()}
         return KernelConstants(
-            memcpy=2 * BUFFER / min(seconds["memcpy False"], seconds["memcpy True"]),
             copy=tuple(Rate(run, rate[str(run)]) for run in copies),
             threads=self._threads,
             **{name: rate[name] for name in convert},

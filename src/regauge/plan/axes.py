@@ -74,3 +74,8 @@ def coalesce(pieces: Int64, *labels: Int64) -> Int64:
 def outer_sum(bases: Int64, offsets: Int64) -> Int64:
     """Return all sums of a base and an offset, bases outermost, int64[len(bases) * len(offsets)]."""
     return (bases[:, None] + offsets[None, :]).ravel()
+
+
+def columns(loops: list[Loop], operands: int) -> list[tuple[int, ...]]:
+    """Return the counts of loops, and their strides in each operand."""
+    return [tuple(x.count for x in loops), *(tuple(x.strides[i] for x in loops) for i in range(operands))]

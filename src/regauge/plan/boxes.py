@@ -11,7 +11,7 @@ import numpy as np
 from regauge.errors import PlanError
 from regauge.layout.spec import Group, Scale
 from regauge.layout.view import View
-from regauge.plan.axes import Loop, coalesce, merge, outer_sum
+from regauge.plan.axes import Loop, coalesce, columns, merge, outer_sum
 from regauge.plan.digest import Keys
 from regauge.plan.keyed import Operand, Runs, Table, add_keys
 from regauge.plan.planner import Lane, Plan, ScaleOperand
@@ -193,10 +193,10 @@ def _tiles(lane: Lane, loops: list[Loop], addresses: list[Int64], row_axes: int)
         contiguous = bool(loops) and loops[-1].strides == (size, size)
         outer = loops[:-1] if contiguous else loops
         run = loops[-1].count * size if contiguous else size
-        shape, src_stride, dst_stride = _columns(outer, 2)
+        shape, src_stride, dst_stride = columns(outer, 2)
         return Tiles(addresses[0], addresses[1], shape, src_stride, dst_stride, run)
     *outer, row = loops
-    shape, src_stride, dst_stride, *scale_strides = _columns(outer, len(addresses))
+    shape, src_stride, dst_stride, *scale_strides = columns(outer, len(addresses))
     scales = list(zip(addresses[2:], scale_strides, strict=True))
     src_scale = scales.pop(0) if lane.src_scale else (None, ())
     dst_scale = scales.pop(0) if lane.dst_scale else (None, ())
@@ -220,10 +220,6 @@ def _tiles(lane: Lane, loops: list[Loop], addresses: list[Int64], row_axes: int)
         keep=tuple(s.table for s in (lane.src_scale, lane.dst_scale) if s is not None),
     )
     return Tiles(addresses[0], addresses[1], shape, src_stride, dst_stride, row.count, convert)
-
-
-def _columns(loops: list[Loop], operands: int) -> list[tuple[int, ...]]:
-    return [tuple(x.count for x in loops), *(tuple(x.strides[i] for x in loops) for i in range(operands))]
 
 
 def _cut(lane: Lane, prefill: Side, decode: Side, tokens: tuple[int, int]) -> tuple[Int64, Int64]:

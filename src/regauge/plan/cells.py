@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -87,7 +86,7 @@ class _Block:
 
 
 def page_cells(plan: Plan, pair: tuple[int, int]) -> Picture:
-    """Return the cells of the first source page of a pair of groups, in the pair's first layer."""
+    """Return the cells of the first source page that holds something of a pair of groups, in the pair's first layer."""
     picture = Picture()
     first = plan.layers_of(pair)[0]
     lanes = [lane for lane in plan.lanes if lane.pair == pair and first in lane.layers]
@@ -149,15 +148,15 @@ def _spans(blocks: list[_Block]) -> list[Int64]:
 
 
 def _tokens(lane: Lane, count: int) -> Int64:
-    """The first tokens that both ranks hold, as far as they lie in the first source page."""
+    """The first tokens that both ranks hold, as far as they lie in one source page."""
     if lane.src_group.kind == "recurrent":
         return np.zeros(1, np.int64)
-    dealt = math.prod(s.cp_size for s in lane.shards) * count + max(s.cp_size * s.cp_stripe for s in lane.shards)
-    tokens = np.arange(min(dealt, MAX_DEALT))
+    tokens = np.arange(MAX_DEALT)
     for shard in lane.shards:
         tokens = tokens[owned(shard, tokens)]
-    tokens = tokens[packed(lane.shards[0], tokens) < lane.src_group.page_size]
-    return tokens[:count]
+    page = packed(lane.shards[0], tokens) // lane.src_group.page_size
+    together: Int64 = tokens[page == page[:1]]
+    return together[:count]
 
 
 def _add_scales(picture: Picture, lane: Lane) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from math import gcd, lcm
+from math import gcd
 from typing import Literal
 
 import numpy as np
@@ -18,7 +18,6 @@ import numpy as np
 from regauge.layout.dtypes import DTYPES
 from regauge.layout.spec import Component, Group, Layout, Model, Rope, Scale, State, format_layers, scale_table
 from regauge.layout.view import component_view, scale_view
-from regauge.plan.stripes import owned
 
 Path = Literal["NONE", "DIRECT", "REMAP", "CONVERT", "REFUSED"]
 _RANK: dict[Path, int] = {"NONE": 0, "DIRECT": 1, "REMAP": 2, "CONVERT": 3, "REFUSED": 4}
@@ -214,12 +213,15 @@ def _lanes(prefill: Layout, decode: Layout) -> Iterator[LaneVerdict]:
 
 
 def _share_tokens(prefill: Layout, decode: Layout) -> bool:
-    """Say whether some token lies on both ranks."""
+    """Say whether some token lies on both ranks: whether a stripe of one overlaps a stripe of the other.
+
+    Stripes start at multiples of their periods; the differences of those are the multiples of the periods' greatest common divisor.
+    """
     p, d = prefill.shard, decode.shard
-    period = lcm(p.cp_size * p.cp_stripe, d.cp_size * d.cp_stripe)
-    step = gcd(p.cp_stripe, d.cp_stripe)
-    tokens = np.arange(0, period, step)
-    return bool((owned(p, tokens) & owned(d, tokens)).any())
+    period = gcd(p.cp_size * p.cp_stripe, d.cp_size * d.cp_stripe)
+    low = p.cp_rank * p.cp_stripe - (d.cp_rank + 1) * d.cp_stripe + 1
+    high = (p.cp_rank + 1) * p.cp_stripe - 1 - d.cp_rank * d.cp_stripe
+    return high // period * period >= low
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,7 +47,6 @@ class Rate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class KernelConstants(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How fast kernels are. All rates count bytes read plus bytes written."""
 
-    memcpy: float
     copy: tuple[Rate, ...]
     """Gather and scatter, ascending in run length; the shortest stands for elements that change places one by one."""
     narrow: float
@@ -90,7 +89,6 @@ DEFAULTS = Constants(
     source="defaults: bench/LOG.md (calibrate on 2 shared cores, AMD Milan, 1 thread); rdma from published figures",
     expand_s=0.3e-6,
     kernels=KernelConstants(
-        memcpy=26e9,
         copy=(Rate(2, 12e9), Rate(64, 12e9), Rate(256, 16e9), Rate(1024, 18e9), Rate(4096, 18e9), Rate(32768, 20e9)),
         narrow=13e9,
         widen=18e9,
@@ -166,11 +164,13 @@ def decode(data: bytes) -> Constants:
     if not runs or runs != sorted(set(runs)) or runs[0] < 1:
         raise ConfigError("kernels.copy: give rates ascending in run_bytes")
     k = found.kernels
-    rates = (k.memcpy, k.narrow, k.widen, k.dynamic, k.alike, *(r.bytes_per_s for r in k.copy))
+    rates = (k.narrow, k.widen, k.dynamic, k.alike, *(r.bytes_per_s for r in k.copy))
     if not all(0.0 < x < float("inf") for x in rates):
         raise ConfigError("kernels: rates are finite and positive bytes per second")
+    if not 0.0 <= found.expand_s < float("inf"):
+        raise ConfigError("expand_s: seconds are finite and not negative")
     for name, t in found.transports.items():
-        seconds = (t.post_s, t.piece_s, t.bytes_per_s, found.expand_s)
+        seconds = (t.post_s, t.piece_s, t.bytes_per_s)
         if not all(0.0 <= x < float("inf") for x in seconds) or not 0.0 < t.share <= 1.0:
             raise ConfigError(
                 f"transports.{name}: times and rates are finite and not negative, share is over 0 and at most 1"
@@ -223,18 +223,19 @@ def wire_seconds(t: TransportConstants, setting: Setting, writes: int, spans: in
 
 
 def decide(
-    plan: Plan, pair: tuple[int, int], constants: Constants, setting: Setting, tokens: tuple[int, int]
-) -> Decision:
+    plan: Plan, pair: tuple[int, int], constants: Constants, setting: Setting, tokens: tuple[int, int],
+    boxes: list[LaneBoxes] | None = None,
+) -> Decision:  # fmt: skip
     """Compare the ways of moving tokens [first, end) of a pair of groups, and choose the cheapest that can be taken.
 
-    Both layouts need pages for them. Memory that both sides map is always written in one pass. Raises ConfigError for a transport
+    Both layouts need pages for them. `boxes` are those of `lane_boxes` between scattered pages, where the caller has them. Memory that both sides map is always written in one pass. Raises ConfigError for a transport
     without constants and for a mode that the pair cannot take.
     """
     if setting.transport not in constants.transports:
         raise ConfigError(
             f"no constants for transport {setting.transport!r}; known: {', '.join(sorted(constants.transports))}"
         )
-    estimate = _Estimate(plan, pair, constants, setting, tokens)
+    estimate = _Estimate(plan, pair, constants, setting, tokens, boxes)
     ways = (estimate.fused(), estimate.mapped(), estimate.staged())
     possible = [w for w in ways if not w.refused]
     if setting.mode != "auto":
@@ -263,15 +264,16 @@ class _Estimate:
     """The three ways of one pair of groups."""
 
     def __init__(
-        self, plan: Plan, pair: tuple[int, int], constants: Constants, setting: Setting, tokens: tuple[int, int]
-    ) -> None:
+        self, plan: Plan, pair: tuple[int, int], constants: Constants, setting: Setting, tokens: tuple[int, int],
+        boxes: list[LaneBoxes] | None,
+    ) -> None:  # fmt: skip
         self.plan, self.pair, self.tokens, self.count = plan, pair, tokens, tokens[1] - tokens[0]
         self.constants, self.setting = constants, setting
         self.transport = constants.transports[setting.transport]
         self.converts = any(lane.converts for lane in plan.lanes if lane.pair == pair)
         self.wire = WireFormat(plan)
         self.sides = scattered(plan, pair, tokens)
-        self.boxes = lane_boxes(plan, pair, self.sides, tokens)
+        self.boxes = boxes or lane_boxes(plan, pair, self.sides, tokens)
         self.chunks = ceil(self.count / setting.chunk_tokens)
         self.wire_bytes = self.wire.layer_bytes(pair, self.count) * len(plan.layers_of(pair))
 
@@ -299,16 +301,13 @@ class _Estimate:
         if not chunk:
             why = f"a slot of {self.setting.slot_bytes} bytes does not hold one token of one layer"
             return Way("staged", why, 0.0, {}, 0, _NONE, self.wire_bytes, 0, 0)
-        layers = len(self.plan.layers_of(self.pair))
-        layer = self.wire.layer_bytes(self.pair, chunk)
-        fit = min(self.setting.slot_bytes // layer, layers)
-        sent = self._runs(chunk, layers, fit)
+        sent, most = self._runs(chunk)
         (gather, a), (scatter, b) = (self._kernel(half) for half in self._halves())
-        wire = wire_seconds(self.transport, self.setting, sent.count, sent.count, self.wire_bytes)
+        wire = wire_seconds(self.transport, self.setting, sent.count, sent.count, sent.nbytes)
         send = gather + wire
         seconds = max(send, scatter) + min(send, scatter) / sent.count
         parts = {"gather": gather, "wire": wire, "scatter": scatter}
-        return Way("staged", "", seconds, parts, sent.count, sent, self.wire_bytes, a + b, fit * layer, self._side())
+        return Way("staged", "", seconds, parts, sent.count, sent, sent.nbytes, a + b, most, self._side())
 
     def _chunk(self) -> int:
         """Tokens of a write: those of a chunk, halved until one layer of them fits into a slot, as the sender does; 0: never."""
@@ -319,14 +318,21 @@ class _Estimate:
             count = -(-count // 2)
         return count
 
-    def _runs(self, chunk: int, layers: int, fit: int) -> Spans:
-        """The runs on the wire: every chunk's layers, as many together as fit into a slot."""
+    def _runs(self, chunk: int) -> tuple[Spans, int]:
+        """The runs on the wire, and the longest: every chunk's layers, as many together as fit into a slot.
+
+        A chunk is sent whole also where stripes leave it empty: that is what the sender does.
+        """
+        layers = len(self.plan.layers_of(self.pair))
         full, rest = divmod(self.count, chunk)
-        sizes = [chunk] * full + [rest] * (rest > 0)
-        bytes_of = {n: self.wire.layer_bytes(self.pair, n) for n in set(sizes)}
-        together = [fit] * (layers // fit) + [layers % fit] * (layers % fit > 0)
-        runs = np.outer([bytes_of[n] for n in sizes], together)
-        return Spans(runs.size, float(np.median(runs)), int(runs.min()), self.wire_bytes, exact=True)
+        runs: list[int] = []
+        for tokens, times in ((chunk, full), (rest, 1)):
+            if tokens:
+                layer = self.wire.layer_bytes(self.pair, tokens)
+                fit = min(self.setting.slot_bytes // layer, layers)
+                together = [fit] * (layers // fit) + [layers % fit] * (layers % fit > 0)
+                runs += [n * layer for n in together] * times
+        return Spans(len(runs), float(np.median(runs)), min(runs), sum(runs), exact=True), max(runs)
 
     def _side(self) -> Where:
         """Where elements change: where the wire is cheaper for it, by array."""

@@ -9,7 +9,7 @@ from regauge.layout.spec import Layout, format_layers
 from regauge.plan.check import Verdict, worst
 from regauge.plan.cost import DEFAULTS, Constants, Decision, Setting, Way, decide
 from regauge.plan.planner import Lane, Plan, compile, live
-from regauge.plan.sample import lane_boxes, roomy, scattered
+from regauge.plan.sample import LaneBoxes, lane_boxes, roomy, scattered
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ def explain(
 ) -> Explanation:  # fmt: skip
     """Explain the transfer of so many tokens between scattered pages. Raises Refused, PlanError, ConfigError.
 
-    `link_gbps` is the link's rate in gigabits per second. Symbolic layouts are given just enough pages.
+    `link_gbps` is the link's rate in gigabits per second. Both sides are taken to have twice the pages that the tokens need, as if scattered.
     """
     setting = setting or Setting("tcp")
     plan = compile(roomy(prefill, tokens), roomy(decode, tokens))
@@ -130,18 +130,18 @@ def _group(plan: Plan, pair: tuple[int, int], constants: Constants, setting: Set
     tokens = live(dst, plan.decode, (0, length), length)
     verdicts = [v for v in plan.verdict.lanes if (v.prefill_group, v.decode_group) == pair]
     path = worst(v.path for v in verdicts)
+    boxes = lane_boxes(plan, pair, scattered(plan, pair, tokens), tokens)
     return GroupCost(
         kind=dst.kind,
         layers=format_layers(plan.layers_of(pair)),
         path=path,
         pages=(src.page_size, dst.page_size),
-        lanes=_lanes(plan, pair, tokens),
-        decision=decide(plan, pair, constants, setting, tokens),
+        lanes=_lanes(plan, pair, boxes),
+        decision=decide(plan, pair, constants, setting, tokens, boxes),
     )
 
 
-def _lanes(plan: Plan, pair: tuple[int, int], tokens: tuple[int, int]) -> tuple[LaneCost, ...]:
-    boxes = lane_boxes(plan, pair, scattered(plan, pair, tokens), tokens)
+def _lanes(plan: Plan, pair: tuple[int, int], boxes: list[LaneBoxes]) -> tuple[LaneCost, ...]:
     lanes = [lane for lane in plan.lanes if lane.pair == pair]
     out = []
     for lane, found in zip(lanes, boxes, strict=True):

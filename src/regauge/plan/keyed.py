@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from regauge.errors import PlanError
-from regauge.plan.axes import Loop, factor, merge, outer_sum
+from regauge.plan.axes import Loop, columns, factor, merge, outer_sum
 from regauge.plan.digest import ROW_KEY, Keys, UInt64, array_name, segment_of
 from regauge.plan.planner import Lane, ScaleOperand
 from regauge.plan.tiles import End, Int64, Keyed, Tiles
@@ -125,7 +125,7 @@ def _only(end: End, runs: Runs, table: Table, operand: Operand, name: str, dtype
         raise PlanError(f"{name}: the elements of a row lie too irregularly to digest them")
     loops, row_axes, run = _cut(merge(box.outer), merge(box.row), size, 1)
     at, keys, token_keys = box.addresses
-    shape, stride, key_stride, token_stride = _columns(loops, 3)
+    shape, stride, key_stride, token_stride = columns(loops, 3)
     keyed = Keyed(
         table.keys.words, keys, key_stride, token_keys, token_stride, row_axes, keep=(rows.table, table.tokens)
     )
@@ -173,7 +173,7 @@ def _keyed(plain: Tiles, runs: Runs, table: Table) -> Tiles | None:
         return _converting(plain, runs, table, box, key, tuple(tables))
     loops, row_axes, run = _cut(merge(box.outer), merge(box.row), lane.src.itemsize, 2)
     src, dst, keys, token_keys = box.addresses
-    shape, src_stride, dst_stride, key_stride, token_stride = _columns(loops, 4)
+    shape, src_stride, dst_stride, key_stride, token_stride = columns(loops, 4)
     keyed = Keyed(table.keys.words, keys, key_stride, token_keys, token_stride, row_axes, keep=tuple(tables))
     return Tiles(src, dst, shape, src_stride, dst_stride, run, src_keys=keyed)
 
@@ -191,7 +191,7 @@ def _converting(
     inner = merge(box.row[len(blocks) :]) or [single]
     blocks = merge(blocks)
     *outer, row = [*merge(box.outer), *blocks, *inner]
-    shape, *strides = _columns(outer, len(box.addresses))
+    shape, *strides = columns(outer, len(box.addresses))
     row_axes = len(blocks) + len(inner) - 1
     scales = list(zip(box.addresses[2:key], strides[2:key], strict=True))
     src_scale = scales.pop(0) if runs.src_scale else (None, ())
@@ -210,7 +210,3 @@ def _converting(
             dst_scale=dst_scale[0], dst_scale_stride=dst_scale[1],
         ),
     )  # fmt: skip
-
-
-def _columns(loops: list[Loop], operands: int) -> list[tuple[int, ...]]:
-    return [tuple(x.count for x in loops), *(tuple(x.strides[i] for x in loops) for i in range(operands))]

@@ -12,7 +12,7 @@ from html import escape
 from typing import Literal
 
 from regauge.layout.spec import Layout, format_layers
-from regauge.plan.cells import Array, Cell, Picture, page_cells
+from regauge.plan.cells import MAX_DEALT, Array, Cell, Picture, page_cells
 from regauge.plan.planner import Plan, compile
 from regauge.plan.sample import roomy
 
@@ -50,10 +50,9 @@ class _Row:
     """How many cells follow the gap."""
 
 
-def svg(prefill: Layout, decode: Layout, *, tokens: int = 4096) -> str:
+def svg(prefill: Layout, decode: Layout) -> str:
     """Draw one source page of every pair of state groups. Raises Refused where no path exists."""
-    plan = compile(roomy(prefill, tokens), roomy(decode, tokens))
-    return draw(plan)
+    return draw(compile(roomy(prefill, MAX_DEALT), roomy(decode, MAX_DEALT)))
 
 
 def draw(plan: Plan) -> str:

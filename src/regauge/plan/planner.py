@@ -87,11 +87,6 @@ class Lane:
         """Whether the target's scales are computed from the values and written beside the codes."""
         return self.converts and self.dst_scale is not None and self.dst_scale.view is not None
 
-    def views(self, *, target: bool) -> tuple[View, ...]:
-        """Return the views that are read (source) or written (target) together."""
-        first, scale = (self.dst, self.dst_scale) if target else (self.src, self.src_scale)
-        return (first,) if scale is None or scale.view is None else (first, scale.view)
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:

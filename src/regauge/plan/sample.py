@@ -26,7 +26,6 @@ EXACT_PIECES = 1 << 20
 class LaneBoxes:
     """One array's boxes in its first layer, and in how many layers it lies so."""
 
-    name: str
     layers: int
     tiles: list[Tiles]
 
@@ -84,7 +83,7 @@ def lane_boxes(plan: Plan, pair: tuple[int, int], sides: tuple[Side, Side], toke
         if lane.pair == pair:
             only = replace(plan, lanes=(lane,))
             tiles = instantiate(only, *sides, tokens, pair=pair, layers=lane.layers[:1])
-            out.append(LaneBoxes(lane.name, len(lane.layers), tiles))
+            out.append(LaneBoxes(len(lane.layers), tiles))
     return out
 
 
