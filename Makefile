@@ -13,7 +13,7 @@ serve: $(READY)  ## a real small model, served across a prefill and a decode pro
 test: $(READY)  ## all tests
 	$(BIN)/python -m pytest $(ARGS)
 
-bench: $(READY)  ## every measured claim
+bench: $(READY)  ## every measured claim; for the whole table of docs/numerics.md: regauge bench accuracy --matrix (30 minutes)
 	$(BIN)/python bench/kernels.py --torch
 	$(BIN)/python bench/digest.py
 	$(BIN)/python bench/plan.py

@@ -26,7 +26,13 @@ def files(tmp_path: Path) -> Path:
 
 def test_without_a_demand_links_judge_as_check_does() -> None:
     assert quality_gate.judge(QualityConfig()) is check
-    assert quality_gate.from_config(QualityConfig(records=["none.json"])) is None
+    assert quality_gate.from_config(QualityConfig()) is None
+
+
+@pytest.mark.parametrize("given", [{"records": ["r.json"]}, {"trust": ["key.pub"]}])
+def test_files_without_a_demand_are_refused(given: dict[str, list[str]]) -> None:
+    with pytest.raises(ConfigError, match=r"quality\.records and quality\.trust need quality\.require = true"):
+        quality_gate.judge(QualityConfig(**given))  # type: ignore[arg-type]
 
 
 def test_a_file_demands_records_and_sets_limits(files: Path) -> None:

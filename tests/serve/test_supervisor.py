@@ -76,10 +76,13 @@ def test_a_pair_that_converts_starts_only_with_a_record_of_these_weights(config:
     with pytest.raises(Refused, match=r"other\.json: is of other weights than those that are served"):
         plan_deployment(demanding("other.json"), print)
     assert plan_deployment(demanding("own.json"), print).verdict.path == "CONVERT"
-    direct = msgspec.structs.replace(demanding(), prefill_layout="bf16")
-    assert plan_deployment(direct, print).verdict.path == "DIRECT"
     with pytest.raises(ConfigError, match=r"none\.json: No such file"):
         plan_deployment(demanding("none.json"), print)
+    (Path(config.model) / "more.safetensors").mkdir()  # weights that cannot be read
+    with pytest.raises(IsADirectoryError):
+        plan_deployment(demanding("own.json"), print)
+    direct = msgspec.structs.replace(demanding(), prefill_layout="bf16")
+    assert plan_deployment(direct, print).verdict.path == "DIRECT"  # they are not looked at
 
 
 def test_a_port_or_host_that_cannot_be_had_is_named(config: ServeConfig) -> None:

@@ -9,7 +9,7 @@ tensor that its allocator made; for SGLang, `set_kv_buffer` of the pool's class.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -61,12 +61,15 @@ def probe(cache: Cache, declared: Layout | None = None, *, layers: Sequence[int]
     """
     layout = declared or cache.layout
     values = pattern.make(layout, source=cache.dtype, usable=cache.usable, layers=layers)
-    snapshots: list[dict[str, Bytes]] = []
+    return verify(layout, values, Memory.of(_rounds(cache, layout, values), values.rounds))
+
+
+def _rounds(cache: Cache, layout: Layout, values: pattern.Pattern) -> Iterator[Mapping[str, Bytes]]:
+    """Write round by round; what is read after each is gone when the next begins."""
     for step in range(values.rounds):
         cache.fill(FILLS[step % len(FILLS)])
         _write(cache, layout, values, step)
-        snapshots.append({name: np.array(data, np.uint8) for name, data in cache.read().items()})
-    return verify(layout, values, Memory.of(snapshots))
+        yield cache.read()
 
 
 def _write(cache: Cache, layout: Layout, values: pattern.Pattern, step: int) -> None:

@@ -133,7 +133,7 @@ def region_sizes(layout: Layout) -> dict[str, int]:
             raise LayoutError("the layout is symbolic: say how many pages the pool has", path=f"groups[{index}].pages")
         layers = group.layer_ids
         for component in group.components:
-            for _, view in _arrays(group, component):
+            for _, view in array_views(group, component):
                 last = view.offset + (group.pages - 1) * view.page_stride + view.page_bytes
                 for i, layer in enumerate(layers):
                     name = view.region.replace("{layer}", str(layer))
@@ -175,7 +175,7 @@ def check_memory(layout: Layout) -> Layout:
             )
         taken: dict[str, list[tuple[str, Int64, Int64]]] = {}
         for component in group.components:
-            for name, view in _arrays(group, component):
+            for name, view in array_views(group, component):
                 for region, (starts, size) in _sample(group, view).items():
                     taken.setdefault(region, []).append((name, starts, starts + size))
         for region, arrays in taken.items():
@@ -187,7 +187,8 @@ def check_memory(layout: Layout) -> Layout:
     return layout
 
 
-def _arrays(group: Group, component: Component) -> list[tuple[str, View]]:
+def array_views(group: Group, component: Component) -> list[tuple[str, View]]:
+    """Return the views of a component's elements and, if it stores them, of its scales, by what a person calls them."""
     arrays = [(component.name, component_view(group, component))]
     if component.scale is not None and component.scale.at is not None:
         arrays.append((f"scale of {component.name}", scale_view(group, component)))
@@ -196,7 +197,7 @@ def _arrays(group: Group, component: Component) -> list[tuple[str, View]]:
 
 def _sample(group: Group, view: View) -> dict[str, tuple[Int64, int]]:
     """Return where runs of bytes of the first pages and layers begin, and how long they are, by region."""
-    inner, size = _runs(view)
+    inner, size = page_runs(view)
     pages = np.arange(min(2, max(group.pages, 1))) * view.page_stride
     out: dict[str, list[Int64]] = {}
     for i, layer in enumerate(group.layer_ids[:2]):
@@ -206,8 +207,8 @@ def _sample(group: Group, view: View) -> dict[str, tuple[Int64, int]]:
     return {region: (np.concatenate(parts), size) for region, parts in out.items()}
 
 
-def _runs(view: View) -> tuple[Int64, int]:
-    """Return the offsets of the runs of bytes of a page, and their length: axes that lie densely inside each other are one."""
+def page_runs(view: View) -> tuple[Int64, int]:
+    """Return the offsets of the runs of bytes of a page, int64[n], and their length: axes that lie densely inside each other are one."""
     starts, size = np.zeros(1, np.int64), view.itemsize
     tables = [table for table in (view.dim, view.head, view.token) if len(table) > 1]
     for table in sorted(tables, key=lambda table: int(table[1] - table[0])):

@@ -27,11 +27,11 @@ from regauge.layout.spec import Layout, Region
 from regauge.layout.view import region_sizes
 from regauge.move import kernels
 from regauge.move.memory import Slab
-from regauge.move.messages import Mode, Staging
+from regauge.move.messages import Staging
 from regauge.move.protocol import Range, Scatter, Write
 from regauge.move.transport import Peer
 from regauge.plan import Plan, Side, compile, instantiate, pieces
-from regauge.plan.cost import DEFAULTS, Constants, Decision, Setting, decide
+from regauge.plan.cost import DEFAULTS, Constants, Decision, Mode, Setting, decide
 from regauge.plan.tiles import Int64
 from regauge.plan.wire import REGION, WireFormat
 

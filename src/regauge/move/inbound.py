@@ -28,6 +28,7 @@ from regauge.move.receiver import Receiver
 from regauge.move.transport import Region as SlabRegion
 from regauge.move.transport import Transport
 from regauge.plan import Judge, check
+from regauge.plan.cost import Mode
 from regauge.plan.tiles import Int64
 
 log = structlog.get_logger()
@@ -50,7 +51,7 @@ class _Link:
     region: SlabRegion
     scatterer: Scatterer
     path: str
-    mode: m.Mode
+    mode: Mode
     session: str
     thread: ThreadPoolExecutor
     scatters: set[asyncio.Task[None]] = field(default_factory=set)
@@ -71,7 +72,7 @@ class Arrival:
 
     handover: bytes
     path: str
-    mode: m.Mode
+    mode: Mode
     wire_bytes: int
     seconds: float
 

@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from regauge.errors import ProtocolError
+from regauge.plan.cost import Mode
 
 VERSION = 1
 MAX_FRAME = 4 << 20
@@ -20,7 +21,6 @@ Name = Annotated[str, Meta(min_length=1, max_length=200)]
 Text = Annotated[str, Meta(max_length=4_000)]
 Count = Annotated[int, Meta(ge=0, le=2**40)]
 Address = Annotated[int, Meta(ge=0, lt=2**62)]
-Mode = Literal["fused", "mapped", "staged"]
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):

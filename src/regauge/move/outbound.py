@@ -28,7 +28,7 @@ from regauge.move.protocol import Action, Delivered, Failed, Granted, Range, Rel
 from regauge.move.sender import LinkLimits, Sender
 from regauge.move.transport import Peer, Transport
 from regauge.plan import Judge, check
-from regauge.plan.cost import DEFAULTS, Setting
+from regauge.plan.cost import DEFAULTS, Mode, Setting
 from regauge.plan.tiles import Int64
 
 log = structlog.get_logger()
@@ -57,7 +57,7 @@ class Outgoing:
     peer: str
     pages: Int64
     path: str
-    mode: m.Mode
+    mode: Mode
     _links: OutboundLinks
     _done: asyncio.Future[Delivered]
     _free: Callable[[], None] = field(repr=False)

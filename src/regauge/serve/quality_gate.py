@@ -15,6 +15,8 @@ from regauge.plan.gate import Gate
 def from_config(config: QualityConfig) -> Gate | None:
     """Return the gate that a configuration demands, or None. Raises ConfigError naming the file or field."""
     if not config.require:
+        if config.records or config.trust:
+            raise ConfigError("quality.records and quality.trust need quality.require = true: else nothing is demanded")
         return None
     if not config.trust:
         raise ConfigError("quality.require needs quality.trust: the files of the public keys whose signature counts")

@@ -95,9 +95,10 @@ def plan_deployment(config: ServeConfig, say: Say) -> Deployment:
         with_pages(load_layout(text, model, model_dtype=dtype), engine.pool_tokens)
         for text, engine in ((config.prefill_layout, config.prefill), (config.decode_layout, config.decode))
     ]
-    gate = from_config(config.quality)
-    # Here the weights are at hand, so that the record must be of exactly these; the workers' links see layouts alone.
-    verdict = check(*layouts) if gate is None else replace(gate, weights=weights_digest(folder)).check(*layouts)
+    gate, verdict = from_config(config.quality), check(*layouts)
+    if gate is not None and verdict.path == "CONVERT":
+        # Here the weights are at hand, so that the record must be of exactly these; the workers' links see layouts alone.
+        verdict = replace(gate, weights=weights_digest(folder)).check(*layouts)
     if verdict.path == "REFUSED":
         raise Refused(tuple(str(r) for r in verdict.refusals))
     return Deployment(config, folder, model.name, verdict, *layouts)

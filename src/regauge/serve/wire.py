@@ -27,6 +27,7 @@ import msgspec
 from regauge.config import Role, ServeConfig
 from regauge.engines.local.sampling import SamplingParams as SamplingParams  # noqa: PLC0414  # re-exported
 from regauge.errors import ConfigError, ProtocolError
+from regauge.plan.cost import Mode
 
 GENERATE_PATH: Final = "/internal/generate"
 PREFILL_PATH: Final = "/internal/prefill"
@@ -93,7 +94,7 @@ class TransferEvent(msgspec.Struct, frozen=True, tag_field="type", tag="transfer
     """The KV cache is here: the verdict's path, bytes on the wire, pages filled, seconds from grant to commit."""
 
     path: str
-    mode: Literal["fused", "mapped", "staged"]
+    mode: Mode
     wire_bytes: int
     pages: int
     seconds: float

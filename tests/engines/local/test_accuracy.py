@@ -209,7 +209,7 @@ def test_right_conversions_meet_the_limits(runs: Runs, model: Model, decode: str
 def test_wrong_conversions_do_not(runs: Runs, model: Model, prefill: str, decode: str, mistake: str) -> None:
     row = measured(runs, model, prefill, decode, calibrate=True, mistake=mistake)
     assert shortfalls(row.result, LOOSE)
-    assert row.shortfalls
+    assert [x for x in row.shortfalls if "(min_positions)" not in x]
 
 
 def test_a_decode_layout_that_is_bad_in_itself_shows_against_the_prefill_control(runs: Runs, model: Model) -> None:

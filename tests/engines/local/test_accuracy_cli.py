@@ -176,6 +176,9 @@ def test_documents_are_windows_and_what_calibrates_is_not_evaluated(folder: Path
     assert every == windows
     assert read(folder, str(text), 18, calibrate=False).evaluated == windows
     assert found.sha256 == read(folder, str(text), 5, calibrate=False).sha256
+    windows_text = text.with_name("crlf.txt")
+    windows_text.write_bytes(text.read_bytes().replace(b"\n", b"\r\n"))
+    assert read(folder, str(windows_text), 18, calibrate=True) == found
     many = read(folder, str(text), 4, calibrate=True)
     assert (len(many.evaluated), len(many.calibration)) == (DOCUMENTS, CALIBRATION)
 

@@ -11,6 +11,7 @@ from regauge.engines.probe import probe
 from regauge.errors import ConfigError, EngineError
 from regauge.layout.presets import attention_model, from_short
 from regauge.layout.spec import Array
+from regauge.layout.validate import validate
 
 pytestmark = pytest.mark.model
 
@@ -28,6 +29,20 @@ def test_it_is_verified(form: str, dtype: str) -> None:
         verdict = probe(cache)
     assert verdict.verified, verdict.first
     assert verdict.strays == ()
+
+
+@pytest.mark.parametrize(
+    "changes", [{"pow2": True}, {"floor": 1e-2}, {"rule": "divide"}, {"dtype": "float8_e8m0fnu", "pow2": True}]
+)
+def test_k_and_v_of_one_shape_keep_scales_of_their_own(changes: dict[str, object]) -> None:
+    layout = from_short("fp8,page=4,scale=token_head", MODEL, pages=5)
+    k, v = layout.groups[0].components
+    assert k.scale is not None
+    k = msgspec.structs.replace(k, scale=msgspec.structs.replace(k.scale, **changes))
+    group = msgspec.structs.replace(layout.groups[0], components=[k, v])
+    with LocalCache(validate(msgspec.structs.replace(layout, groups=[group]))) as cache:
+        verdict = probe(cache)
+    assert verdict.verified, verdict.first
 
 
 def test_a_wrong_declaration_is_caught() -> None:

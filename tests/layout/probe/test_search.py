@@ -238,6 +238,58 @@ def test_a_file_that_is_none_is_refused(tmp_path: Path) -> None:
     (tmp_path / "d.npz").write_bytes(pickled.getvalue())
     with pytest.raises(LayoutError, match="no pattern file"):
         load(tmp_path / "d.npz")
+    for name in ("0.layers", "0.pages"):
+        twice = good[name].copy()
+        twice[1] = twice[0]
+        with pytest.raises(LayoutError, match=r"0: a layer or page is given twice"):
+            load(_save(tmp_path / "e.npz", **{**good, name: twice}))
+    with zipfile.ZipFile(tmp_path / "f.npz", "w") as archive:
+        archive.writestr("layout.npy", b"no array")
+    with pytest.raises(LayoutError, match=r"layout: expected uint8 of 1 axes"):
+        load(tmp_path / "f.npz")
+
+
+def _zipped(member: bytes, kind: int = zipfile.ZIP_STORED) -> bytearray:
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w", kind) as archive:
+        archive.writestr("layout.npy", member)
+    return bytearray(out.getvalue())
+
+
+def _headed(header: str) -> bytes:
+    """An array file with this header, whatever it says."""
+    return b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header.encode() + bytes(64)
+
+
+@pytest.mark.parametrize("kind", [zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+def test_a_file_with_corrupt_members_is_refused(tmp_path: Path, kind: int) -> None:
+    rng = np.random.default_rng(kind)
+    broken = _zipped(_headed(rng.integers(0, 100, 4000).tobytes().hex()), kind)
+    broken[60:1000] = bytes(940)
+    (tmp_path / "a.npz").write_bytes(broken)
+    with pytest.raises(LayoutError, match="no pattern file"):
+        load(tmp_path / "a.npz")
+
+
+@pytest.mark.parametrize(("at", "value"), [(8, 1), (10, 77)], ids=["encrypted", "packed in an unknown way"])
+def test_a_file_whose_members_cannot_be_unpacked_is_refused(tmp_path: Path, at: int, value: int) -> None:
+    whole = _zipped(_headed("{}"))
+    whole[whole.index(b"PK\x01\x02") + at] = value  # of the directory's entry
+    (tmp_path / "a.npz").write_bytes(whole)
+    with pytest.raises(LayoutError, match="no pattern file"):
+        load(tmp_path / "a.npz")
+
+
+@pytest.mark.parametrize(
+    "header", ["{'a': (", f"{{'descr': '<i8', 'fortran_order': False, 'shape': ({2**70},)}}\n"], ids=["open", "large"]
+)
+def test_arrays_with_headers_that_numpy_does_not_expect_are_refused(tmp_path: Path, header: str) -> None:
+    (tmp_path / "a.npz").write_bytes(_zipped(_headed(header)))
+    with pytest.raises(LayoutError, match="no pattern file"):
+        load(tmp_path / "a.npz")
+    (tmp_path / "a.npy").write_bytes(_headed(header))
+    with pytest.raises(LayoutError, match="cannot be read"):
+        read_dump(tmp_path / "a.npy")
 
 
 def test_a_file_that_unpacks_to_too_much_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,6 +312,10 @@ def test_dumps_are_raw_or_npy_and_bounded(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "claims.npy").write_bytes(claims)
     with pytest.raises(LayoutError, match="cannot be read"):
         read_dump(tmp_path / "claims.npy")
+    np.savez(tmp_path / "several.npz", data)
+    (tmp_path / "several.npz").rename(tmp_path / "several.npy")
+    with pytest.raises(LayoutError, match="cannot be read"):
+        read_dump(tmp_path / "several.npy")
     monkeypatch.setattr("regauge.layout.probe.known.MAX_DUMP_BYTES", 10)
     with pytest.raises(LayoutError, match="1 to 10"):
         read_dump(tmp_path / "raw.bin")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -18,10 +18,10 @@ from regauge.layout.dtypes import DTYPES
 from regauge.layout.presets import attention_model, from_short
 from regauge.layout.probe import pattern
 from regauge.layout.probe.snapshot import Memory
-from regauge.layout.probe.verify import Verdict, verify
-from regauge.layout.spec import Array, Component, Group, Layout, Placement
+from regauge.layout.probe.verify import MAX_STRAYS, Verdict, verify
+from regauge.layout.spec import Array, Group, Layout, Placement
 from regauge.layout.validate import validate
-from regauge.layout.view import Int64, View, component_view, scale_view
+from regauge.layout.view import Int64, View, array_views, component_view
 from regauge.plan import Side
 from regauge.plan.reference import addresses
 from strategies import EIGHT_BIT, FLOATS, hybrids, layouts, models, shards
@@ -104,18 +104,12 @@ def mutations(draw: st.DrawFn, layout: Layout) -> Layout:
     return msgspec.structs.replace(layout, groups=[*layout.groups[:index], changed, *layout.groups[index + 1 :]])
 
 
-def _arrays(group: Group, c: Component) -> Iterator[tuple[str, View]]:
-    yield c.name, component_view(group, c)
-    if c.scale is not None and c.scale.at is not None:
-        yield f"scale of {c.name}", scale_view(group, c)
-
-
 def _first_difference(true: Layout, declared: Layout, made: pattern.Pattern) -> tuple[object, ...] | None:
     """Compare where both layouts put every element of the pattern, in the probe's order, address by address."""
     for field in made.fields:
         a, b = true.groups[field.group], declared.groups[field.group]
         c, d = a.component(field.component.name), b.component(field.component.name)
-        for (label, view), (_, other) in zip(_arrays(a, c), _arrays(b, d), strict=True):
+        for (label, view), (_, other) in zip(array_views(a, c), array_views(b, d), strict=True):
             for layer in field.layers:
                 wrong = _places(a, view, made.tables[field.group], layer, field.tokens) != _places(
                     b, other, made.tables[field.group], layer, field.tokens
@@ -297,6 +291,44 @@ def test_bytes_that_change_beside_those_written_are_reported() -> None:
     ]
 
 
+class _Spills(ReferenceEngine):
+    """Clears ranges of bytes beside those that it writes."""
+
+    spilt: Mapping[str, Sequence[tuple[int, int]]] = {}
+
+    def write(self, kind, layer, pages, values):  # type: ignore[no-untyped-def]
+        for region, ranges in self.spilt.items() if layer == 0 else ():
+            for start, end in ranges:
+                self.read()[region][start:end] = 0
+        super().write(kind, layer, pages, values)
+
+
+def _spilling(spilt: Mapping[str, Sequence[tuple[int, int]]]) -> Verdict:
+    """In pages of 256 bytes, 356 apart: layer 0 has the first six, of which 0, 4 and 5 are not written."""
+    layout = short("bf16,page=4")
+    apart = {n: {"at": Placement("layer page token head dim", n, strides={"page": 356})} for n in "kv"}
+    engine = _Spills(_replace(layout, **apart), usable={0: range(1, 4)})
+    engine.spilt = spilt
+    return probe(engine)
+
+
+def test_bytes_of_tokens_after_much_padding_are_noticed() -> None:
+    verdict = _spilling({"v": [(3 * 356 + 256, 4 * 356 + 4)]})
+    assert not verdict.verified
+    assert [str(s) for s in verdict.strays] == [
+        "bytes 0x52c to 0x593 of v changed: v, layer 0, page 4, token 0 of the page, head 0, dim 0"
+    ]
+
+
+def test_bytes_of_tokens_after_many_bytes_of_padding_are_noticed_and_named_first() -> None:
+    padding = [(256 + 2 * i, 257 + 2 * i) for i in range(MAX_STRAYS + 2)]
+    assert _spilling({"k": padding}).verified
+    verdict = _spilling({"k": padding, "v": [(5 * 356 + 255, 5 * 356 + 256)]})
+    assert not verdict.verified
+    assert len(verdict.strays) == MAX_STRAYS
+    assert [s.holds for s in verdict.strays] == ["v, layer 0, page 5, token 3 of the page, head 1, dim 15"] + [""] * 7
+
+
 # -- limits -----------------------------------------------------------------------------------------------------------
 
 
@@ -330,12 +362,12 @@ def test_what_cannot_be_probed_is_refused() -> None:
         pattern.make(plain, source="int8")
 
 
-def test_regions_that_change_between_rounds_are_refused() -> None:
-    one = {"k": np.zeros(8, np.uint8)}
-    with pytest.raises(LayoutError, match="changed between rounds"):
-        Memory.of([one, {"k": np.zeros(9, np.uint8)}])
-    with pytest.raises(LayoutError, match="fewer pages"):
-        Memory.of([{"k": np.broadcast_to(np.zeros(1, np.uint8), (3 << 30,))}])
+def test_steps_to_where_the_engine_has_no_bytes_are_not_compared() -> None:
+    plain = short("bf16,page=4")
+    true = _replace(plain, k={"at": Placement("layer page head token dim", "k.0")})
+    text = named(true, _replace(plain, k={"at": Placement("page token head dim", "k.{layer}")}))
+    assert "token step 32 bytes, declared 64" in text
+    assert "layer step" not in text
 
 
 def test_the_first_difference_of_random_bytes_is_the_first_element() -> None:
@@ -344,7 +376,7 @@ def test_the_first_difference_of_random_bytes_is_the_first_element() -> None:
     rng = np.random.default_rng(1)
     sizes = {name: data.size for name, data in ReferenceEngine(layout).read().items()}
     noise = [{n: rng.integers(0, 256, s, np.uint8) for n, s in sizes.items()} for _ in range(made.rounds)]
-    verdict: Verdict = verify(layout, made, Memory.of(noise))
+    verdict: Verdict = verify(layout, made, Memory.of(noise, made.rounds))
     assert verdict.first is not None
     assert (verdict.first.array, verdict.first.token, verdict.first.found, verdict.first.looks_like) == ("k", 0, (), ())
 

@@ -8,7 +8,7 @@ to the pool's, reading is the plan back; both are compiled once and instantiated
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -21,9 +21,12 @@ from regauge.move import kernels
 from regauge.move.crossing import Memory, bind, slab_bytes
 from regauge.move.memory import Slab
 from regauge.plan import Side, compile, instantiate
-from regauge.plan.tiles import Int64, Tiles
+from regauge.plan.tiles import Convert, Int64, Tiles
 
-_REGION = "{layer}"
+_STEP = ("page token head dim", ".{layer}")
+"""All layers share one buffer, [tokens, heads, dim]: what lies there is one layer at a time."""
+_KIND = tuple(f.name for f in fields(Convert) if f.name not in ("src_scale", "dst_scale", "keep"))
+"""What boxes that are joined have in common: all but their addresses, so that a field that is added counts too."""
 
 
 def allocate(layout: Layout, name: str = "kv") -> Memory:
@@ -59,8 +62,8 @@ class PagedKV:
         shapes = [(a.heads, a.dim) for a in map(model.states[0].arrays.__getitem__, ("k", "v"))]
         self._new = [torch.zeros(max_new, *shape, dtype=dtype) for shape in shapes]
         self._all = [torch.zeros(max_context, *shape, dtype=dtype) for shape in shapes]
-        self._write = compile(_dense(layout, name, max_new), layout)
-        self._read = compile(layout, _dense(layout, name, max_context))
+        self._write = compile(dense(layout, name, max_new, *_STEP), layout)
+        self._read = compile(layout, dense(layout, name, max_context, *_STEP))
         self._segments: Sequence[Segment] = ()
         self._writes: _Steps = _Steps(len(self._layers))
         self._reads: list[_Steps] = []
@@ -99,14 +102,11 @@ class PagedKV:
         return Side(np.zeros(1, np.int64), bases, origin)
 
 
-def _dense(layout: Layout, dtype: str, tokens: int) -> Layout:
-    """All layers share one buffer, [tokens, heads, dim]: what lies there is one layer at a time."""
-    components = [
-        Component(c.name, dtype, c.heads, c.dim, Placement("page token head dim", f"{c.name}.{_REGION}"))
-        for c in layout.groups[0].components
-    ]
-    group = Group("attention", layout.groups[0].layers, tokens, components, pages=1)
-    return Layout(layout.model, [group], layout.shard)
+def dense(layout: Layout, dtype: str, tokens: int, order: str, suffix: str = "") -> Layout:
+    """Return a layout of the same model, tokens in one page, that lies in plain arrays: regions are components' names and `suffix`."""
+    group = layout.groups[0]
+    components = [Component(c.name, dtype, c.heads, c.dim, Placement(order, c.name + suffix)) for c in group.components]
+    return Layout(layout.model, [Group(group.kind, group.layers, tokens, components, pages=1)], layout.shard)
 
 
 class _Steps:
@@ -120,8 +120,7 @@ class _Steps:
     def add(self, tiles: Sequence[Tiles]) -> None:
         for t in tiles:
             c = t.convert
-            kind = () if c is None else (c.src_dtype, c.dst_dtype, c.src_step, c.dst_step, c.rule, c.row_axes, c.dynamic,
-                                         c.src_scale_stride, c.dst_scale_stride)  # fmt: skip
+            kind = () if c is None else tuple(getattr(c, name) for name in _KIND)
             key = (t.shape, t.src_stride, t.dst_stride, t.run, *kind)
             columns = [t.src, t.dst, c.src_scale if c else None, c.dst_scale if c else None]
             rows = [None if x is None else x.reshape(self._count, -1) for x in columns]

@@ -12,7 +12,10 @@ The file is a `.npz` of numpy arrays, none of them pickled; G is a group's numbe
 
 from __future__ import annotations
 
+import lzma
+import tokenize
 import zipfile
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +32,10 @@ from regauge.layout.view import Int64
 
 MAX_FILE_BYTES = 1 << 30
 MAX_DUMP_BYTES = 1 << 30
+_BROKEN = (
+    OSError, ValueError, OverflowError, EOFError, MemoryError, tokenize.TokenError,  # numpy, of an array's header or size
+    zipfile.BadZipFile, zlib.error, lzma.LZMAError, RuntimeError,  # the last: encrypted, or packed in an unknown way
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,7 +72,7 @@ class Known:
         rows = values.reshape(*values.shape[:3], scale.blocks(component.dim), -1)
         return computed_scale(np.abs(rows).max(axis=-1), component.dtype, scale)
 
-    def codes(self, group: int, component: Component, source: str = "float32") -> Bytes:
+    def codes(self, group: int, component: Component) -> Bytes:
         """Return what a cache with this component holds, uint8[layers, tokens, heads, dim, itemsize]."""
         values, scale = self.values[group][component.name], component.scale
         if scale is None:
@@ -77,7 +84,7 @@ class Known:
             ids = self.layout.groups[group].layer_ids
             table = scale_table(scale, len(ids), component.heads)
             factor = np.array([table[ids.index(x)] for x in self.layers[group]], np.float32)[:, None, :, None]
-        return encode(quotient(values, factor, scale.rule, source), component.dtype)
+        return encode(quotient(values, factor, scale.rule, "float32"), component.dtype)
 
     def save(self, path: Path) -> None:
         """Write the file. Raises LayoutError where that is not possible."""
@@ -105,6 +112,8 @@ def load(path: Path) -> Known:
         table = _take(arrays, f"{index}.pages", np.int64, 1)
         if not set(own) <= set(group.layer_ids) or (len(table) and table.min() < 0):
             raise LayoutError("layers or pages that the layout does not have", path=f"{path}: {index}")
+        if len(set(own)) < len(own) or len(np.unique(table)) < len(table):
+            raise LayoutError("a layer or page is given twice", path=f"{path}: {index}")
         here: dict[str, Floats] = {}
         for component in group.components if own else ():
             array = _take(arrays, f"{index}.{component.name}", np.float32, 4)
@@ -128,8 +137,8 @@ def _arrays(path: Path) -> dict[str, npt.NDArray[Any]]:
         if size > MAX_FILE_BYTES:
             raise LayoutError(f"{size} bytes of arrays, at most {MAX_FILE_BYTES}", path=str(path))
         with np.load(path, allow_pickle=False) as stored:
-            return {name: stored[name] for name in stored.files}
-    except (OSError, ValueError, EOFError, MemoryError, zipfile.BadZipFile) as error:
+            return {name: np.asarray(stored[name]) for name in stored.files}  # what is no array, numpy returns as bytes
+    except _BROKEN as error:
         raise LayoutError(f"is no pattern file (.npz): {error}", path=str(path)) from error
 
 
@@ -148,10 +157,8 @@ def read_dump(path: Path) -> Bytes:
         if not 0 < size <= MAX_DUMP_BYTES:
             raise LayoutError(f"{size} bytes; a dump has 1 to {MAX_DUMP_BYTES}", path=str(path))
         if path.suffix == ".npy":
-            array = np.load(
-                path, mmap_mode="r", allow_pickle=False
-            )  # mapped: its header cannot claim more than the file has
+            array = np.lib.format.open_memmap(path, mode="r")  # its header cannot claim more than the file has
             return np.frombuffer(array.tobytes(), np.uint8)
         return np.fromfile(path, np.uint8)
-    except (OSError, ValueError) as error:
+    except _BROKEN as error:
         raise LayoutError(f"cannot be read: {error}", path=str(path)) from error

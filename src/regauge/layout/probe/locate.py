@@ -15,13 +15,16 @@ import numpy as np
 
 from regauge.layout.probe.codes import Bytes
 from regauge.layout.probe.pattern import mix
+from regauge.layout.probe.placing import placement, view_of, with_placement
 from regauge.layout.probe.snapshot import Memory
 from regauge.layout.spec import Component, Group, Placement
-from regauge.layout.view import Int64, View, component_view, scale_view
+from regauge.layout.view import Int64, View
 
 PICKS = 24
 MAX_TRIED = 16
 MAX_KEPT = 256
+MAX_KEPT_BYTES = 256 << 20
+"""Of addresses of codes: a code that is frequent in a large dump has very many."""
 
 
 class Finder:
@@ -31,6 +34,7 @@ class Finder:
         self.memory = memory
         self._flat = memory.rounds[0]
         self._spots: dict[bytes, Int64] = {}
+        self._kept = 0
 
     def spots(self, code: Bytes) -> Int64:
         """Return all addresses that hold a code, uint8[itemsize]."""
@@ -39,9 +43,13 @@ class Finder:
             found: Int64 = np.flatnonzero(self._flat[: len(self._flat) - len(code) + 1] == code[0])
             for i, byte in enumerate(code[1:], 1):
                 found = found[self._flat[found + i] == byte]
-            if len(self._spots) >= MAX_KEPT:
+            if found.nbytes > MAX_KEPT_BYTES:
+                return found
+            if len(self._spots) >= MAX_KEPT or self._kept + found.nbytes > MAX_KEPT_BYTES:
                 self._spots.clear()
+                self._kept = 0
             self._spots[key] = found
+            self._kept += found.nbytes
         return self._spots[key]
 
     def run(self, codes: Bytes, offsets: Int64) -> Int64:
@@ -162,13 +170,12 @@ def _template(layers: Sequence[int], names: Sequence[str]) -> str | None:
     return None
 
 
-def placed(group: Group, component: Component, where: Fit, *, stored: bool) -> Component:
-    """Return a component whose elements (or stored scales) lie as measured; strides are given where the order says others."""
-    view = scale_view(group, component) if stored else component_view(group, component)
-    at = component.scale.at if stored and component.scale is not None else component.at
-    assert at is not None  # noqa: S101  # scale_view raised if there is none
+def placed(group: Group, component: Component, where: Fit, *, stored: bool) -> Placement:
+    """Return how a component's elements (or stored scales) lie as measured; strides are given where the order says others."""
+    view = view_of(group, component, stored=stored)
     own_region = "{layer}" in where.region
-    axes = [a for a in at.order.split() if a != "kv" and not (a == "layer" and own_region)]
+    order = placement(component, stored=stored).order.split()
+    axes = [a for a in order if a != "kv" and not (a == "layer" and own_region)]
     if not own_region and "layer" not in axes:
         axes = ["layer", *axes]
     strides = {"page": where.page_stride} | ({} if where.layer_stride is None else {"layer": where.layer_stride})
@@ -178,13 +185,11 @@ def placed(group: Group, component: Component, where: Fit, *, stored: bool) -> C
             step = _step(getattr(view, name), axes, name, inner=bool(inner))
             strides |= {axis: step} if step else {}
     out = Placement(" ".join(axes), where.region, max(where.offset, 0), strides)
-    new = _put(component, out, stored=stored)
     for axis in list(strides):
-        fewer = _put(component, msgspec.structs.replace(out, strides=_without(out.strides, axis)), stored=stored)
-        if _equal(group, fewer, new, stored=stored):
-            new = fewer
-            out = msgspec.structs.replace(out, strides=_without(out.strides, axis))
-    return new
+        fewer = msgspec.structs.replace(out, strides=_without(out.strides, axis))
+        if _equal(group, *(with_placement(component, at, stored=stored) for at in (fewer, out)), stored=stored):
+            out = fewer
+    return out
 
 
 def _step(offsets: Int64, axes: Sequence[str], name: str, *, inner: bool) -> int:
@@ -199,15 +204,9 @@ def _without(strides: dict[str, int], axis: str) -> dict[str, int]:
     return {a: s for a, s in strides.items() if a != axis}
 
 
-def _put(component: Component, at: Placement, *, stored: bool) -> Component:
-    if stored and component.scale is not None:
-        return msgspec.structs.replace(component, scale=msgspec.structs.replace(component.scale, at=at))
-    return msgspec.structs.replace(component, at=at)
-
-
 def _equal(group: Group, one: Component, two: Component, *, stored: bool) -> bool:
     alone = [msgspec.structs.replace(group, components=[c], pages=0) for c in (one, two)]
-    a, b = (scale_view(g, c) if stored else component_view(g, c) for g, c in zip(alone, (one, two), strict=True))
+    a, b = (view_of(g, c, stored=stored) for g, c in zip(alone, (one, two), strict=True))
     return (
         a.layer_stride == b.layer_stride
         and a.page_stride == b.page_stride

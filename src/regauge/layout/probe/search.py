@@ -17,10 +17,11 @@ from regauge.layout.probe.codes import Bytes, encode
 from regauge.layout.probe.known import Known
 from regauge.layout.probe.locate import Finder, Fit, fit, placed
 from regauge.layout.probe.measure import measure
+from regauge.layout.probe.placing import placement, stored_arrays, view_of, with_placement
 from regauge.layout.probe.snapshot import Memory
-from regauge.layout.spec import Component, Group, Layout
+from regauge.layout.spec import Component, Group, Layout, Placement
 from regauge.layout.validate import validate
-from regauge.layout.view import Int64, View, component_view, scale_view
+from regauge.layout.view import Int64, View
 
 MAX_PARTIAL = 5
 
@@ -70,7 +71,7 @@ class Search:
 
     def __init__(self, known: Known, regions: Mapping[str, Bytes]) -> None:
         self._known = known
-        self._finder = Finder(Memory.of([regions]))
+        self._finder = Finder(Memory.of([regions], 1))
         self._places: dict[tuple[object, ...], _Place] = {}
         self._codes: dict[tuple[object, ...], Bytes] = {}
 
@@ -114,11 +115,13 @@ class Search:
         missing: list[str] = []
         for group in layout.groups:
             index = self._group(group)
-            for c in group.components if index is not None else ():
-                places = [self._place(index, group, c, stored=s) for s in _arrays(c)]  # type: ignore[arg-type]
+            if index is None:
+                continue
+            for c in group.components:
+                places = [self._place(index, group, c, stored=s) for s in stored_arrays(c)]
                 if all(p.fit is not None for p in places):
                     found.append(c.name)
-                    parts.setdefault((index or 0, c.name), (name, group, c))
+                    parts.setdefault((index, c.name), (name, group, c))
                 else:
                     share = "" if not places[0].found else f" ({places[0].found} of {places[0].of} pages)"
                     missing.append(c.name + share)
@@ -129,7 +132,7 @@ class Search:
 
     def _place(self, index: int, group: Group, component: Component, *, stored: bool) -> _Place:
         scale = component.scale
-        view = scale_view(group, component) if stored else component_view(group, component)
+        view = view_of(group, component, stored=stored)
         rule = None if scale is None else msgspec.structs.replace(scale, at=None)
         kind = (index, component.name, component.dtype, stored, msgspec.json.encode(rule))
         key = (*kind, group.page_size, view.token.tobytes(), view.head.tobytes(), view.dim.tobytes())
@@ -168,14 +171,14 @@ class Search:
             components = []
             for c in group.components:
                 new = c
-                for stored in _arrays(c):
+                for stored in stored_arrays(c):
                     where = self._fit(index, group, c, stored=stored)
                     if where.offset < 0:
                         notes.append(
                             f"the dump of {where.region} begins {-where.offset} bytes after page 0 of {c.name}"
                         )
                     put = _renamed if exact else placed
-                    new = _merge(new, put(group, c, where, stored=stored), stored=stored)
+                    new = with_placement(new, put(group, c, where, stored=stored), stored=stored)
                 components.append(new)
             pages = group.pages if exact else 0
             groups.append(msgspec.structs.replace(group, components=components, pages=pages))
@@ -193,8 +196,8 @@ class Search:
         for group in layout.groups:
             alone = len(self._known.layers[self._group(group) or 0]) == 1
             for c in group.components:
-                for stored in _arrays(c):
-                    v = scale_view(group, c) if stored else component_view(group, c)
+                for stored in stored_arrays(c):
+                    v = view_of(group, c, stored=stored)
                     inner = (v.token.tobytes(), v.head.tobytes(), v.dim.tobytes())
                     out.append((c.name, c.dtype, v.region, v.offset, v.page_stride, alone or v.layer_stride, inner))
         return tuple(out)
@@ -209,10 +212,12 @@ class Search:
         regions: dict[str, tuple[str, int]] = {}
         for group in layout.groups:
             index = self._group(group)
-            for c in group.components if index is not None else ():
-                for stored in _arrays(c):
-                    view = scale_view(group, c) if stored else component_view(group, c)
-                    where = self._fit(index or 0, group, c, stored=stored)
+            if index is None:
+                continue
+            for c in group.components:
+                for stored in stored_arrays(c):
+                    view = view_of(group, c, stored=stored)
+                    where = self._fit(index, group, c, stored=stored)
                     shift = where.offset - view.offset
                     if (
                         where.page_stride != view.page_stride
@@ -241,9 +246,9 @@ class Search:
                     return
                 name, other, found = parts[index, c.name]
                 new = found
-                for stored in _arrays(found):
+                for stored in stored_arrays(found):
                     where = self._fit(index, other, found, stored=stored)
-                    new = _merge(new, placed(other, found, where, stored=stored), stored=stored)
+                    new = with_placement(new, placed(other, found, where, stored=stored), stored=stored)
                 components.append(new)
                 names.append(f"{c.name} as {name}")
             groups.append(msgspec.structs.replace(group, components=components))
@@ -251,24 +256,11 @@ class Search:
             self._add(hits, "; ".join(names), msgspec.structs.replace(known.layout, groups=groups))
 
 
-def _arrays(component: Component) -> tuple[bool, ...]:
-    return (False, True) if component.scale is not None and component.scale.at is not None else (False,)
-
-
-def _merge(into: Component, new: Component, *, stored: bool) -> Component:
-    """Take from `new` what was placed: its elements, or its scales."""
-    return msgspec.structs.replace(into, scale=new.scale) if stored else msgspec.structs.replace(into, at=new.at)
-
-
-def _renamed(group: Group, component: Component, where: Fit, *, stored: bool) -> Component:
-    """Return the component in the dump's region."""
-    view = scale_view(group, component) if stored else component_view(group, component)
-    at = component.scale.at if stored and component.scale is not None else component.at
-    assert at is not None  # noqa: S101  # scale_view raised if there is none
-    moved = msgspec.structs.replace(at, region=where.region, offset=at.offset + where.offset - view.offset)
-    if stored and component.scale is not None:
-        return msgspec.structs.replace(component, scale=msgspec.structs.replace(component.scale, at=moved))
-    return msgspec.structs.replace(component, at=moved)
+def _renamed(group: Group, component: Component, where: Fit, *, stored: bool) -> Placement:
+    """Return the placement in the dump's region."""
+    view = view_of(group, component, stored=stored)
+    at = placement(component, stored=stored)
+    return msgspec.structs.replace(at, region=where.region, offset=at.offset + where.offset - view.offset)
 
 
 def regions_of(dumps: Sequence[tuple[str, Bytes]]) -> dict[str, Bytes]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,8 +12,9 @@ from regauge.errors import LayoutError
 from regauge.layout.dtypes import DTYPES
 from regauge.layout.probe.codes import Bytes, Floats, computed_scale, encode, quotient, rounded
 from regauge.layout.probe.pattern import Field, Pattern
+from regauge.layout.probe.placing import view_of
 from regauge.layout.spec import Component, Group, Layout
-from regauge.layout.view import Int64, View, component_view, scale_view
+from regauge.layout.view import Int64, View
 
 MAX_BYTES = 2 << 30
 """Of all rounds together."""
@@ -32,19 +33,24 @@ class Memory:
     rounds: tuple[Bytes, ...]
 
     @classmethod
-    def of(cls, snapshots: Sequence[Mapping[str, Bytes]]) -> Memory:
-        """Join what was read after each round. Raises LayoutError if the regions differ between rounds or are too large."""
+    def of(cls, snapshots: Iterable[Mapping[str, Bytes]], rounds: int) -> Memory:
+        """Join what is read after each of `rounds` rounds, copying each before the next is asked for.
+
+        Raises LayoutError if the regions differ between rounds, and after the first if they are too large.
+        """
         starts: dict[str, tuple[int, int]] = {}
         end = 0
-        for name, data in snapshots[0].items():
-            starts[name] = (end, data.size)
-            end += data.size + _GAP
-        if end * len(snapshots) > MAX_BYTES:
-            raise LayoutError(f"{end} bytes in {len(snapshots)} rounds, at most {MAX_BYTES}: probe a pool of fewer pages",
-                              path="regions")  # fmt: skip
-        joined = []
-        for snapshot in snapshots:
-            if {n: d.size for n, d in snapshot.items()} != {n: size for n, (_, size) in starts.items()}:
+        joined: list[Bytes] = []
+        for _, snapshot in zip(range(rounds), snapshots, strict=True):
+            sizes = {name: data.size for name, data in snapshot.items()}
+            if not joined:
+                for name, size in sizes.items():
+                    starts[name] = (end, size)
+                    end += size + _GAP
+                if end * rounds > MAX_BYTES:
+                    raise LayoutError(f"{end} bytes in {rounds} rounds, at most {MAX_BYTES}: probe a pool of fewer pages",
+                                      path="regions")  # fmt: skip
+            if sizes != {name: size for name, (_, size) in starts.items()}:
                 raise LayoutError("the engine's regions changed between rounds", path="regions")
             flat = np.zeros(end, np.uint8)
             for name, data in snapshot.items():
@@ -65,6 +71,9 @@ class Memory:
         for flat, code in zip(self.rounds, codes, strict=True):
             for i, byte in enumerate(code):
                 spots = spots[flat[spots + i] == byte]
+        bounds = np.array(list(self.starts.values()), np.int64).reshape(-1, 2)
+        begin, size = bounds[np.searchsorted(bounds[:, 0], spots, side="right") - 1].T
+        spots = spots[spots + codes.shape[1] <= begin + size]  # not in the gap between two regions, nor across it
         return [int(x) for x in spots[:MAX_FOUND]]
 
 
@@ -89,7 +98,7 @@ class PlacedArray:
     @property
     def view(self) -> View:
         """Where its elements lie."""
-        return scale_view(self.group, self.component) if self.stored else component_view(self.group, self.component)
+        return view_of(self.group, self.component, stored=self.stored)
 
     @property
     def shape(self) -> tuple[int, int, int, int]:

@@ -15,6 +15,7 @@ import numpy as np
 from regauge.errors import LayoutError
 from regauge.layout.dtypes import DTYPES
 from regauge.layout.probe.pattern import Pattern, mix
+from regauge.layout.probe.placing import placement, with_placement
 from regauge.layout.probe.snapshot import Memory, PlacedArray, grid
 from regauge.layout.spec import Component, Group, Layout, Placement, parse_order
 from regauge.layout.view import Int64, View
@@ -100,9 +101,12 @@ def _steps(pattern: Pattern, memory: Memory, array: PlacedArray, index: Index, f
             continue
         sign = 1 if forward else -1
         spots = _find(array, pattern, memory, tuple(other))
-        declared = sign * (_address(array, memory, tuple(other)) - _address(array, memory, index))
-        measured = sign * (spots[0] - found[0]) if spots else declared
-        if name == "layer" and spots and memory.where(spots[0])[0] != memory.where(found[0])[0]:
+        there = _address(array, memory, tuple(other))
+        if not spots or there < 0:
+            continue  # nowhere, or the engine has no such byte: there is no distance to compare
+        declared = sign * (there - _address(array, memory, index))
+        measured = sign * (spots[0] - found[0])
+        if name == "layer" and memory.where(spots[0])[0] != memory.where(found[0])[0]:
             continue  # a region of its own
         if name == "page":
             jump = int(table[index[1] // size + sign] - table[index[1] // size])
@@ -179,19 +183,9 @@ def _other_region(array: PlacedArray, region: str, layer: int) -> Suspects:
             yield text, _with(array, msgspec.structs.replace(array.component, at=at), group)
 
 
-def _placement(array: PlacedArray) -> Placement:
-    scale = array.component.scale
-    return scale.at if array.stored and scale is not None and scale.at is not None else array.component.at
-
-
 def _placed(array: PlacedArray, at: Placement) -> PlacedArray:
     """The array with another placement, in its group too: `kv` counts the components that have that axis."""
-    old = array.component
-    if array.stored and old.scale is not None:
-        new = msgspec.structs.replace(old, scale=msgspec.structs.replace(old.scale, at=at))
-    else:
-        new = msgspec.structs.replace(old, at=at)
-    return _with(array, new)
+    return _with(array, with_placement(array.component, at, stored=array.stored))
 
 
 def _with(array: PlacedArray, component: Component, group: Group | None = None) -> PlacedArray:
@@ -201,12 +195,12 @@ def _with(array: PlacedArray, component: Component, group: Group | None = None) 
 
 
 def _ordered(array: PlacedArray, order: str, region: str = "") -> PlacedArray:
-    at = _placement(array)
+    at = placement(array.component, stored=array.stored)
     return _placed(array, Placement(order, region or at.region, 0 if region else at.offset))
 
 
 def _shifted(array: PlacedArray, shift: int) -> Suspects:
-    at = _placement(array)
+    at = placement(array.component, stored=array.stored)
     if shift and at.offset + shift >= 0:
         where = f"{abs(shift)} bytes further {'on' if shift > 0 else 'back'}"
         yield f"all of it {where}", _placed(array, msgspec.structs.replace(at, offset=at.offset + shift))
@@ -232,7 +226,7 @@ def _exchanged(array: PlacedArray) -> Suspects:
 
 
 def _axes(array: PlacedArray) -> list[str]:
-    return _placement(array).order.split()
+    return placement(array.component, stored=array.stored).order.split()
 
 
 def _swapped_axes(array: PlacedArray) -> Suspects:

@@ -13,14 +13,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from regauge.layout.probe.pattern import Pattern
-from regauge.layout.probe.snapshot import Memory, PlacedArray, arrays, grid
+from regauge.layout.probe.snapshot import Bools, Memory, PlacedArray, arrays, grid
 from regauge.layout.probe.suspects import Elsewhere, explain
 from regauge.layout.spec import Group, Layout
-from regauge.layout.view import View, component_view, scale_view
+from regauge.layout.view import View, array_views, page_runs
 
 FILLS = (0xA5, 0x5A)
 """What a region's bytes are set to before a round, in turn; two, so that a byte written with one of them shows."""
 MAX_STRAYS = 8
+MARKED = 1 << 22
+"""Bytes of elements that are marked at once, in pages: bounds the memory that their addresses take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +76,8 @@ def verify(layout: Layout, pattern: Pattern, memory: Memory) -> Verdict:
                 break
         if first is not None:
             break
-    strays = () if first is not None else _strays(layout, memory, known)
-    fine = first is None and not any(s.holds for s in strays)
-    return Verdict(fine, pattern.rounds, count, _covered(layout, pattern), first, strays)
+    hit, strays = (False, ()) if first is not None else _strays(layout, memory, known)
+    return Verdict(first is None and not hit, pattern.rounds, count, _covered(layout, pattern), first, strays)
 
 
 def _covered(layout: Layout, pattern: Pattern) -> tuple[Covered, ...]:
@@ -87,33 +88,63 @@ def _covered(layout: Layout, pattern: Pattern) -> tuple[Covered, ...]:
     return tuple(seen.values())
 
 
-def _strays(layout: Layout, memory: Memory, known: Sequence[PlacedArray]) -> tuple[Stray, ...]:
+def _strays(layout: Layout, memory: Memory, known: Sequence[PlacedArray]) -> tuple[bool, tuple[Stray, ...]]:
+    """Return whether elements that nobody wrote changed, and the first runs of bytes that did: those with elements first."""
+    changed = _changed(memory, known)
+    hits = np.flatnonzero(changed & _held(layout, memory))
+    edges = np.flatnonzero(np.diff(changed, prepend=False, append=False))
+    starts, ends = edges[::2], edges[1::2]
+    first = np.append(hits, len(changed))[np.searchsorted(hits, starts)]  # held byte at or after the start of each run
+    listed = np.argsort(first >= ends, kind="stable")[:MAX_STRAYS].tolist()
+    found: list[Stray] = []
+    for start, end, hit in zip(*(x[listed].tolist() for x in (starts, ends, first)), strict=True):
+        name, byte = memory.where(start)
+        holds = _holder(layout, *memory.where(hit)) if hit < end else ""
+        found.append(Stray(name, byte, byte + end - start, holds))
+    return len(hits) > 0, tuple(found)
+
+
+def _changed(memory: Memory, known: Sequence[PlacedArray]) -> Bools:
+    """Return which bytes of the regions changed in a round and are none of those written, bool[n]."""
     changed = np.zeros(len(memory.rounds[0]), bool)
-    for step, flat in enumerate(memory.rounds):
-        changed |= flat != FILLS[step % len(FILLS)]
+    for start, size in memory.starts.values():
+        for step, flat in enumerate(memory.rounds):
+            changed[start : start + size] |= flat[start : start + size] != FILLS[step % len(FILLS)]
     for array in known:
         for layer in range(array.shape[0]):
             at = array.addresses(memory, grid(array, layer))
             changed[at[..., None] + np.arange(array.view.itemsize)] = False
-    found: list[Stray] = []
-    for name, (start, size) in memory.starts.items():
-        spots = np.flatnonzero(changed[start : start + size])
-        runs = np.split(spots, np.flatnonzero(np.diff(spots) > 1) + 1) if len(spots) else []
-        for run in runs[: MAX_STRAYS - len(found)]:
-            first, end = int(run[0]), int(run[-1]) + 1
-            holds = next((h for byte in run[:64].tolist() if (h := _holder(layout, name, byte))), "")
-            found.append(Stray(name, first, end, holds))
-    return tuple(found)
+    return changed
+
+
+def _held(layout: Layout, memory: Memory) -> Bools:
+    """Return which bytes belong to an element of the layout, whether the pattern writes it or not, bool[n]."""
+    held = np.zeros(len(memory.rounds[0]), bool)
+    for group in layout.groups:
+        for _, view in (named for c in group.components for named in array_views(group, c)):
+            for i, layer in enumerate(group.layer_ids):
+                start, size = memory.starts.get(view.region.replace("{layer}", str(layer)), (0, 0))
+                _hold(held[start : start + size], view, view.offset + i * view.layer_stride, group.pages)
+    return held
+
+
+def _hold(region: Bools, view: View, offset: int, pages: int) -> None:
+    """Mark the elements of all pages of a layer, page 0 of which begins at `offset`, as far as the region goes."""
+    runs, size = page_runs(view)
+    inner = (runs[:, None] + np.arange(size)).ravel()
+    pages = min(pages, -(-max(len(region) - offset, 0) // view.page_stride))
+    at_once = max(1, MARKED // len(inner))
+    for page in range(0, pages, at_once):
+        starts = offset + np.arange(page, min(page + at_once, pages)) * view.page_stride
+        at = starts[:, None] + inner
+        region[at[at < len(region)]] = True
 
 
 def _holder(layout: Layout, region: str, byte: int) -> str:
     """Return which element, if any, a byte belongs to."""
     for group in layout.groups:
         for c in group.components:
-            views = [(c.name, component_view(group, c))]
-            if c.scale is not None and c.scale.at is not None:
-                views.append((f"scale of {c.name}", scale_view(group, c)))
-            for label, view in views:
+            for label, view in array_views(group, c):
                 for i, layer in enumerate(group.layer_ids):
                     if view.region.replace("{layer}", str(layer)) == region and (
                         text := _element(view, group, byte - view.offset - i * view.layer_stride)

@@ -14,10 +14,10 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from regauge.engines.local.kv import PagedKV, allocate
+from regauge.engines.local.kv import PagedKV, allocate, dense
 from regauge.engines.local.model import LocalModel, Segment
 from regauge.layout.presets import with_pages
-from regauge.layout.spec import Component, Group, Layout, Placement
+from regauge.layout.spec import Layout
 from regauge.move import kernels
 from regauge.move.crossing import Memory
 from regauge.plan import Side, compile, instantiate
@@ -87,7 +87,7 @@ class Bench:
         shapes = {c.name: (len(group.layer_ids), count, c.heads, c.dim) for c in group.components}
         out = {name: np.empty(shape, np.float32) for name, shape in shapes.items()}
         bases = {name: array.ctypes.data for name, array in out.items()}
-        plan = compile(memory.layout, _dense(memory.layout, group, count))
+        plan = compile(memory.layout, dense(memory.layout, "float32", count, "layer page token head dim"))
         src, dst = Side(self._pages(memory, index), memory.bases), Side(np.zeros(1, np.int64), bases)
         kernels.run(instantiate(plan, src, dst, (0, count)))
         return out
@@ -106,11 +106,3 @@ class Bench:
 
     def _store(self, memory: Memory, max_new: int) -> PagedKV:
         return PagedKV(memory, dtype=self._model.dtype, max_new=max_new, max_context=self._tokens)
-
-
-def _dense(layout: Layout, group: Group, tokens: int) -> Layout:
-    components = [
-        Component(c.name, "float32", c.heads, c.dim, Placement("layer page token head dim", c.name))
-        for c in group.components
-    ]
-    return Layout(layout.model, [Group(group.kind, group.layers, tokens, components, pages=1)], layout.shard)

@@ -12,8 +12,6 @@ from regauge.errors import ConfigError
 from regauge.layout.dtypes import DTYPES, canonical
 from regauge.layout.spec import Rule
 
-SCALES: Final = ("none", "per-tensor", "per-head", "per-token-head")
-
 DEFAULT: Final = (
     Case("bf16,page=64,hnd", "bf16,page=16,nhd"),
     Case("bf16", "fp8_e4m3,page=64,hnd"),

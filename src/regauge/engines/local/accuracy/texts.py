@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Final
 
 from transformers import AutoTokenizer
 
+from regauge import keys
 from regauge.errors import ConfigError
 
 DOCUMENTS: Final = 8
@@ -61,12 +63,10 @@ def _sources(text: str | None) -> list[str]:
         from pydoc_data.topics import topics
 
         return [topics[name] for name in sorted(topics)]
-    path = Path(text)
+    data = keys.read_bounded(Path(text), MAX_TEXT_BYTES)
     try:
-        if path.stat().st_size > MAX_TEXT_BYTES:
-            raise ConfigError(f"--text {text}: larger than {MAX_TEXT_BYTES} bytes: give a part of it")
-        return path.read_text(encoding="utf-8").split("\n\n\n")
-    except (OSError, UnicodeDecodeError) as error:
+        return io.StringIO(data.decode(), newline=None).read().split("\n\n\n")  # any platform's line ends
+    except UnicodeDecodeError as error:
         raise ConfigError(f"--text {text}: {error}") from error
 
 
