@@ -154,7 +154,7 @@ class Moved:
 
 def wrong(case: Case) -> str:
     """Return what differs from the reference; empty if nothing does."""
-    moved = Moved(accelerator(None))
+    moved = Moved(accelerator())
     tensors = [moved.add(a) for a in case.arrays]
     run([moved.tiles(case.tiles)])
     reference.run(case.tiles)
@@ -296,7 +296,7 @@ def seconds(work: Mapping[str, Callable[[], object]], options: argparse.Namespac
 
 
 def speed(options: argparse.Namespace) -> int:
-    pool = Pool(options.tokens, accelerator(None))
+    pool = Pool(options.tokens, accelerator())
     bad = digest_differs(pool)
     print("the digest differs from its definition" if bad else "the digest, alone and in a copy, is the definition's")
     work, moved = speed_cases(pool)

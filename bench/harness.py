@@ -1,28 +1,13 @@
-"""Shared by the benchmarks: interleaved medians, a table, JSON."""
+"""Shared by the benchmarks: options, a table, JSON."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 OUT = Path(__file__).parent / "out"
-
-
-def medians(cases: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Return the median wall-clock seconds of every case; cases take turns, so that a busy machine slows all alike."""
-    times: dict[str, list[float]] = {name: [] for name in cases}
-    for work in cases.values():
-        work()
-    for _ in range(rounds):
-        for name, work in cases.items():
-            start = time.perf_counter()
-            work()
-            times[name].append(time.perf_counter() - start)
-    return {name: statistics.median(t) for name, t in times.items()}
 
 
 def print_table(rows: Sequence[Mapping[str, object]]) -> None:

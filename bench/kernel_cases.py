@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from regauge.layout.dtypes import DTYPES
+from regauge.move.calibrate import aligned
 from regauge.plan.tiles import Convert, Rule, Tiles
 
 HEADS, DIM = 8, 128
@@ -48,14 +49,6 @@ class Layout:
     def page_bytes(self) -> int:
         """Bytes of one page."""
         return self.page * HEADS * DIM * self.size
-
-
-def aligned(values: Bytes) -> Bytes:
-    """Copy to an address that is a multiple of 4,096, as pools and staging slabs have."""
-    room = np.empty(len(values) + 4096, np.uint8)
-    at = -room.ctypes.data % 4096
-    room[at : at + len(values)] = values
-    return room[at : at + len(values)]
 
 
 class Bench:

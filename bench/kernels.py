@@ -13,10 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from harness import arguments, medians, print_table, write_json
+from harness import arguments, print_table, write_json
 from kernel_cases import DIM, HEADS, Bench, Layout
 from regauge import _native
 from regauge.move import kernels
+from regauge.move.calibrate import medians
 from regauge.plan.tiles import Tiles
 
 DRAM_TOKENS = 32 * 4096

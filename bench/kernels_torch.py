@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from harness import medians
 from kernel_cases import BLOCK, DIM, HEADS, LATENT, RECORD, ROPE, Bench, Layout
 from regauge.move import kernels
+from regauge.move.calibrate import medians
 from regauge.plan.tiles import Tiles
 
 TOKENS, CHUNK = 16384, 512

@@ -28,7 +28,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from harness import medians, print_table, write_json
+from harness import print_table, write_json
+from regauge.move.calibrate import medians
 from regauge.move.memory import Slab
 from regauge.move.shm import ShmTransport
 from regauge.move.tcp import TcpTransport

@@ -6,7 +6,7 @@ import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from regauge.layout.presets import from_short
-from regauge.layout.spec import Array, Layout, Model, Scale, State
+from regauge.layout.spec import Array, Layout, Model, Scale, State, with_components
 from regauge.plan import check
 from regauge.plan.quality import Figures, Record, Result, Text, conversions, identify
 
@@ -29,11 +29,7 @@ def table(factor: float = 1.0) -> list[float | list[float]]:
 
 def scaled(layout: Layout, scale: Scale) -> Layout:
     """The layout with that scale on every component."""
-    groups = [
-        msgspec.structs.replace(g, components=[msgspec.structs.replace(c, scale=scale) for c in g.components])
-        for g in layout.groups
-    ]
-    return msgspec.structs.replace(layout, groups=groups)
+    return with_components(layout, lambda c: msgspec.structs.replace(c, scale=scale))
 
 
 def per_head(form: str = "fp8_e4m3", factor: float = 1.0) -> Layout:

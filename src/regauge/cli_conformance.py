@@ -38,6 +38,9 @@ def run(options: argparse.Namespace) -> int:
 
     if len(options.layouts) not in (0, 2):
         raise ConfigError(f"{len(options.layouts)} layouts: give two, or none for the catalogue")
+    given = [f"--{name}" for name in ("sample", "processes") if getattr(options, name) is not None]
+    if options.layouts and given:
+        raise ConfigError(f"{' and '.join(given)} is for the catalogue: leave it out with two layouts")
     if options.processes is not None and options.processes < 1:
         raise ConfigError(f"--processes {options.processes}: give at least 1")
     if not 0 <= options.seed < 1 << 63:

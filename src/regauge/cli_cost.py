@@ -51,7 +51,7 @@ def explain(options: argparse.Namespace, prefill: Layout, decode: Layout) -> int
     link = _gigabits(options.link)
     constants = DEFAULTS
     if options.cost is not None:
-        from regauge.move.calibrate import read
+        from regauge.move.costs import read
 
         constants = read(Path(options.cost))
     transport = options.transport or ("tcp" if link is None else "rdma")
@@ -86,7 +86,8 @@ def calibrate(options: argparse.Namespace) -> int:
     """Measure the cost model's constants; print and perhaps write them. Raises ConfigError, TransportError."""
     import msgspec
 
-    from regauge.move.calibrate import measure, write
+    from regauge.move.calibrate import measure
+    from regauge.move.costs import write
     from regauge.plan import cost
 
     threads = 1 if options.threads is None else options.threads

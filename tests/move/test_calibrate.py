@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from regauge.errors import ConfigError
 from regauge.layout.presets import from_short, load_model
-from regauge.move.calibrate import RUNS, measure, read, write
+from regauge.move.calibrate import RUNS, measure
+from regauge.move.costs import read, write
 from regauge.plan.cost import DEFAULTS, Setting
 from regauge.plan.explain import explain
 
@@ -30,13 +30,3 @@ def test_what_is_measured_is_written_read_and_used(tmp_path: Path) -> None:
     told = explain(from_short("bf16", model), from_short("bf16,hnd", model), constants=again, setting=Setting("tcp"))
     assert told.constants == found.source
     assert told.seconds > 0
-
-
-def test_files_that_are_not_there_or_not_constants_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"none.toml: No such file or directory; `regauge bench calibrate"):
-        read(tmp_path / "none.toml")
-    (tmp_path / "bad.toml").write_text("source = 3")
-    with pytest.raises(ConfigError, match=r"bad.toml: .*source"):
-        read(tmp_path / "bad.toml")
-    with pytest.raises(ConfigError, match="No such file"):
-        write(tmp_path / "no" / "folder.toml", DEFAULTS)

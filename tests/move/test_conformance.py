@@ -15,12 +15,12 @@ from regauge.cli import main
 from regauge.errors import ConfigError, LayoutError, Refused
 from regauge.layout.files import encode
 from regauge.layout.presets import attention_model, from_short, load_model
-from regauge.layout.spec import Array, Layout, Model, State
+from regauge.layout.spec import Array, Layout, Model, Shard, State, with_components
 from regauge.layout.view import check_memory
 from regauge.move.conformance import catalogue, matrix, mutations
-from regauge.move.conformance.pools import LENGTH, PREFIX, element_addresses, generator, random_pool, tokens_of
+from regauge.move.conformance.pools import LENGTH, PREFIX, element_addresses, generator, random_pool, tokens_of, whole
 from regauge.move.conformance.refusals import causes
-from regauge.move.conformance.suite import first_difference, run_pair, source, unfounded
+from regauge.move.conformance.suite import MAX_MOVED, Outcome, first_difference, run_pair, source, unfounded
 from regauge.plan.check import Refusal, check
 from regauge.plan.ranks import crossings
 from regauge.plan.reference import load
@@ -70,9 +70,22 @@ def test_a_form_that_is_wrong_is_named(form: str) -> None:
 
 @pytest.mark.parametrize("name", mutations.names())
 def test_a_mistake_is_noticed(name: str) -> None:
-    right, wrong = mutations.noticed(name)
-    assert right == ""
-    assert wrong != ""
+    assert mutations.tried(name) == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("two pages exchanged", {"path": "DIRECT"}),
+        ("two pages exchanged", {"path": "DIRECT", "fault": "fused: prefill: the page table names page 5 of 4"}),
+        ("two pages exchanged", {"path": "REFUSED", "cause": "another model"}),
+        ("two pages exchanged", {"path": "REFUSED", "fault": "not planned: expected something else"}),
+        ("keys told as not rotated", {"path": "REFUSED", "cause": "another model"}),
+        ("keys told as not rotated", {"path": "REMAP", "fault": "fused: decode rank 0, k: expected 1, got 2"}),
+    ],
+)
+def test_an_exception_or_another_refusal_is_no_notice(name: str, found: dict[str, str]) -> None:
+    assert mutations.missed(name, Outcome("a", "b", **found))  # type: ignore[arg-type]
 
 
 def two(prefill: str = "bf16", decode: str = "fp8_e4m3,scale=token_head") -> tuple[list[Layout], list[Layout]]:
@@ -132,13 +145,7 @@ def renamed(layout: Layout, **changes: object) -> Layout:
 
 
 def opaque(layout: Layout) -> Layout:
-    groups = [
-        msgspec.structs.replace(
-            g, components=[msgspec.structs.replace(c, dtype="float4_e2m1fn_x2") for c in g.components]
-        )
-        for g in layout.groups
-    ]
-    return msgspec.structs.replace(layout, groups=groups)
+    return with_components(layout, lambda c: msgspec.structs.replace(c, dtype="float4_e2m1fn_x2"))
 
 
 BF16, BLOCKS, ROWS = (
@@ -212,8 +219,36 @@ def test_a_sample_is_the_same_for_the_same_seed() -> None:
     everything = len(catalogue.entries())
     assert matrix.pairs(20, seed=3) == matrix.pairs(20, seed=3) != matrix.pairs(20, seed=4)
     assert len(matrix.pairs()) == everything**2
-    with pytest.raises(ConfigError, match="--sample 0"):
-        matrix.pairs(0)
+    for wrong in (0, everything**2 + 1):
+        with pytest.raises(ConfigError, match=f"--sample {wrong}: give a number of pairs from 1 to {everything**2}"):
+            matrix.pairs(wrong)
+
+
+@pytest.mark.parametrize("sample", [1, 2, 56, 5000, 11_000])
+def test_a_sample_has_as_many_pairs_as_are_asked_for(sample: int) -> None:
+    models = [entry.model for entry in catalogue.entries()]
+    chosen = matrix.pairs(sample)
+    assert len(set(chosen)) == len(chosen) == sample
+    if sample == 56:
+        assert sum(models[i] == models[j] for i, j in chosen) == 42
+
+
+def test_pieces_are_no_way_where_they_are_too_many() -> None:
+    """A pair of elements that change places one by one: a kernel would take them, which is another way already."""
+    model = attention_model("m", 2, Array(2, 256))
+    few, many = (from_short(form, model) for form in ("bf16,page=16", "bf16,page=16,kt"))
+    ways = [run_pair(source("a", [few], 0), "b", [to], 0).ways for to in (few, many)]
+    assert LENGTH - PREFIX < MAX_MOVED < (LENGTH - PREFIX) * 2 * 2 * 256
+    assert ways == [("fused", "portable", "staged", "pieces"), ("fused", "portable", "staged")]
+
+
+def test_constant_scales_by_head_are_those_of_all_ranks() -> None:
+    ranks = [catalogue.calibrated(from_short("int8,scale=head", MODEL, shard=Shard(rank, 2))) for rank in range(2)]
+    one = catalogue.calibrated(from_short("int8,scale=head", MODEL))
+    assert [c.scale for c in whole(ranks).groups[0].components] == [c.scale for c in one.groups[0].components]
+    assert len({x for c in one.groups[0].components for row in c.scale.values for x in row}) > 4  # type: ignore[union-attr]
+    outcomes = matrix.run_two(("a", "b"), (ranks, [from_short("bf16", MODEL)]))
+    assert [(o.path, o.fault, o.rank_pairs) for o in outcomes] == [("CONVERT", "", 2)] * 2
 
 
 @pytest.mark.process
@@ -261,6 +296,9 @@ def test_all_ranks_of_two_forms(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "engine:vllm,pool=LBHNC,tp=3", "engine:sglang,page=64,pp=2", "--json")
     assert code == 0
     assert {(o["path"], o["rank_pairs"]) for o in json.loads(out)["outcomes"]} == {("REMAP", 6)}
+    code, out, _ = run(capsys, "int8,scale=head,tp=2", "bf16", "--model", "llama-3.1-8b", "--json")
+    assert code == 0
+    assert {(o["path"], o["rank_pairs"]) for o in json.loads(out)["outcomes"]} == {("CONVERT", 2)}
 
 
 def test_a_sample_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -276,6 +314,8 @@ def test_a_sample_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> Non
         (["a.toml"], "1 layouts: give two, or none"),
         (["--sample", "-1"], "--sample -1"),
         (["--processes", "0"], "--processes 0"),
+        (["a.toml", "b.toml", "--sample", "3"], "--sample is for the catalogue: leave it out with two layouts"),
+        (["a.toml", "b.toml", "--processes", "2"], "--processes is for the catalogue"),
         (["--seed", "-1"], "--seed -1"),
         (["nowhere.toml", "nowhere.toml"], "nowhere.toml: cannot be read"),
     ],

@@ -137,12 +137,17 @@ def fill(memory: Memory, seed: int) -> None:
     pool.make_scales_positive(rng)
 
 
+WAYS = [
+    *((pair, *way) for pair in PAIRS for way in (("shm", "auto", "fused"), ("shm", "staged", "staged"))),
+    *((pair, "tcp", "auto", "staged") for pair in PAIRS if pair not in ("direct", "remap-ratio")),
+    *((pair, kind, "mapped", "mapped") for pair in ("direct", "remap-ratio") for kind in ("shm", "tcp")),
+]
+
+
 @pytest.mark.anyio
-@pytest.mark.parametrize("kind", ["shm", "tcp"])
-@pytest.mark.parametrize("pair", PAIRS)
-async def test_every_kind_of_pair_arrives_as_the_reference_says(pair: str, kind: str) -> None:
-    mapped = kind == "tcp" and pair in ("direct", "remap-ratio")
-    async with both(pair, kind, mode="mapped" if mapped else "auto") as b:
+@pytest.mark.parametrize(("pair", "kind", "mode", "chosen"), WAYS)
+async def test_every_kind_of_pair_arrives_as_the_reference_says(pair: str, kind: str, mode: str, chosen: str) -> None:
+    async with both(pair, kind, mode=mode) as b:
         fill(b.source, 1)
         fill(b.target, 2)
         src, dst = b.pools()
@@ -162,8 +167,27 @@ async def test_every_kind_of_pair_arrives_as_the_reference_says(pair: str, kind:
             assert arrived.wire_bytes == done.wire_bytes > 0
             assert b.into.pool.state(name) == "committed"
             assert_same(dst, want)
-        assert arrived.mode == ("fused" if kind == "shm" else "mapped" if mapped else "staged")
+        assert arrived.mode == chosen
         assert b.freed == ["one", "page", "more", "many"]
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("kind", "mode", "nbytes"),
+    [
+        ("shm", "auto", 4096),
+        ("shm", "fused", 4096),
+        ("shm", "staged", 1 << 20),
+        ("shm", "mapped", 1 << 20),
+        ("tcp", "auto", 1 << 20),
+    ],
+)
+async def test_slots_are_given_where_they_may_be_needed(kind: str, mode: str, nbytes: int) -> None:
+    async with both("direct", kind, mode=mode) as b:
+        await b.out.connect("d", b.address)
+        staging = b.out._links["d"].writer.staging
+        assert staging is not None
+        assert staging.slot_bytes == nbytes
 
 
 @pytest.mark.anyio

@@ -33,6 +33,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from typing import Literal
 
 import msgspec
@@ -246,6 +247,12 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
             return range(component.first_head, component.first_head + component.heads)
         state = self.model.state(group.kind, group.layer_ids[0])
         return self.shard.heads(state.arrays[component.name].heads)
+
+
+def with_components(layout: Layout, change: Callable[[Component], Component]) -> Layout:
+    """Return the layout with every component replaced by what `change` makes of it."""
+    groups = [msgspec.structs.replace(g, components=[change(c) for c in g.components]) for g in layout.groups]
+    return msgspec.structs.replace(layout, groups=groups)
 
 
 def _digest(struct: msgspec.Struct) -> str:

@@ -1,4 +1,4 @@
-"""Measures the constants of `plan.cost` on this machine, with the kernels and transports that move KV, and keeps them in a file.
+"""Measures the constants of `plan.cost` on this machine, with the kernels and transports that move KV.
 
 All figures are medians. Kernels work on pages at random places in buffers that exceed the caches; transports write into another
 process on this host, so that `tcp` is a loopback figure: over a network, give the link's rate beside it. Memory that two
@@ -16,13 +16,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from regauge.errors import ConfigError, TransportError
+from regauge.errors import TransportError
 from regauge.layout.dtypes import DTYPES
 from regauge.move import kernels
 from regauge.move.memory import Slab
@@ -30,7 +29,7 @@ from regauge.move.shm import ShmTransport
 from regauge.move.tcp import TcpTransport
 from regauge.move.transport import Peer, Transport
 from regauge.plan.boxes import pieces
-from regauge.plan.cost import DEFAULTS, Constants, KernelConstants, Rate, TransportConstants, decode, encode
+from regauge.plan.cost import DEFAULTS, Constants, KernelConstants, Rate, TransportConstants
 from regauge.plan.tiles import Convert, Int64, Tiles
 
 Kind = Literal["shm", "tcp"]
@@ -41,24 +40,6 @@ HEADS, DIM, PAGE = 8, 128, 16
 RUNS = (64, 256, 1024, 4096, 32768)
 LARGE, SMALL, MANY = 32 << 20, 4096, 4096
 _TIMEOUT_S = 60.0
-
-
-def read(path: Path) -> Constants:
-    """Read constants from a file that `write` wrote. Raises ConfigError naming the file and the field."""
-    try:
-        return decode(path.read_bytes())
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}; `regauge bench calibrate --out FILE` writes one") from error
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from error
-
-
-def write(path: Path, constants: Constants) -> None:
-    """Write constants to a file. Raises ConfigError where that cannot be."""
-    try:
-        path.write_bytes(encode(constants))
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}") from error
 
 
 def measure(*, threads: int = 1, rounds: int = 9, say: Say = lambda _: None) -> Constants:
@@ -77,8 +58,8 @@ def measure(*, threads: int = 1, rounds: int = 9, say: Say = lambda _: None) -> 
     return Constants(source, _expand(rounds), found, transports)
 
 
-def _medians(cases: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Return the median seconds of every case; cases take turns, so that a busy machine slows all alike."""
+def medians(cases: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """Return the median wall-clock seconds of every case; cases take turns, so that a busy machine slows all alike."""
     times: dict[str, list[float]] = {name: [] for name in cases}
     for _ in range(rounds + 1):
         for name, work in cases.items():
@@ -95,10 +76,10 @@ class _Kernels:
         self._threads, self._rounds = threads, rounds
         self._rng = np.random.default_rng(0)
         values = self._rng.standard_normal(1 << 20, dtype=np.float32)
-        self._bf16 = _aligned(np.resize((values.view(np.uint32) >> 16).astype(np.uint16), BUFFER // 2).view(np.uint8))
+        self._bf16 = aligned(np.resize((values.view(np.uint32) >> 16).astype(np.uint16), BUFFER // 2).view(np.uint8))
         codes = self._rng.integers(0, 120, 1 << 20, dtype=np.uint8)  # finite e4m3fn codes
-        self._codes = _aligned(np.resize(codes, BUFFER))
-        self._out = _aligned(np.zeros(BUFFER, np.uint8))
+        self._codes = aligned(np.resize(codes, BUFFER))
+        self._out = aligned(np.zeros(BUFFER, np.uint8))
         self._scales = np.ones(BUFFER // DIM, np.float32)
 
     def measure(self) -> KernelConstants:
@@ -115,7 +96,7 @@ class _Kernels:
         }  # fmt: skip
         boxes = {**{str(run): case for run, case in copies.items()}, **convert}
         work: dict[str, Callable[[], object]] = {name: self._work(tiles) for name, (tiles, _) in boxes.items()}
-        seconds = _medians(work, self._rounds)
+        seconds = medians(work, self._rounds)
         rate = {name: nbytes / seconds[name] for name, (_, nbytes) in boxes.items()}
         return KernelConstants(
             copy=tuple(Rate(run, rate[str(run)]) for run in copies),
@@ -163,8 +144,8 @@ class _Kernels:
         return Tiles(src, dst, (PAGE, HEADS), (HEADS * DIM * a, DIM * a), (DIM * b, PAGE * DIM * b), DIM, convert)
 
 
-def _aligned(values: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
-    """Copy to the start of an OS page, where pools and slabs begin."""
+def aligned(values: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+    """Copy to the start of an OS page, where pools and staging slabs begin."""
     room = np.empty(len(values) + 4096, np.uint8)
     at = -room.ctypes.data % 4096
     room[at : at + len(values)] = values
@@ -177,7 +158,7 @@ def _expand(rounds: int) -> float:
     count = 1 << 16
     src, dst = (rng.permutation(count * 2)[:count].astype(np.int64) * SMALL * 2 for _ in range(2))
     tiles = Tiles(src, dst, (), (), (), SMALL)
-    return _medians({"expand": lambda: pieces([tiles])}, rounds)["expand"] / count
+    return medians({"expand": lambda: pieces([tiles])}, rounds)["expand"] / count
 
 
 def _transport(kind: Kind, rounds: int) -> TransportConstants:
@@ -191,7 +172,7 @@ def _transport(kind: Kind, rounds: int) -> TransportConstants:
         order = np.random.default_rng(0).permutation(MANY)
         many = np.column_stack((np.arange(MANY), order, np.ones(MANY, np.int64))) * SMALL
         cases = {"post": _one(SMALL), "one": _one(MANY * SMALL), "many": many, "large": _one(LARGE)}
-        t = _medians({name: _write(peer, source, list_) for name, list_ in cases.items()}, rounds)
+        t = medians({name: _write(peer, source, list_) for name, list_ in cases.items()}, rounds)
         maps = transport.caps.maps_memory
     return TransportConstants(
         post_s=t["post"],

@@ -112,7 +112,7 @@ class Writer:
         self._slabs: tuple[str, ...] = ()
         """Slabs of the peer that are written directly."""
         _check_regions(peer_layout)
-        if terms.maps_memory:
+        if self.mode == "fused":  # else addresses are the peer's own: what a transport posts to
             self._target, self._slabs = _mapped_bases(peer_layout, peer)
         if self.mode == "staged" and (staging is None or slot is None):
             raise ConfigError("this pair needs staging, and the decode worker offers none: set transfer.staging_bytes")
@@ -146,7 +146,7 @@ class Writer:
         count = chunk.tokens[1] - chunk.tokens[0]
         gather, _ = self._wire.halves(self.pair, count)
         size = self._wire.layer_bytes(self.pair, count)
-        wire = _slot_side(self._slot.address, chunk.layers, size, chunk.tokens)
+        wire = slot_side(self._slot.address, chunk.layers, size, chunk.tokens)
         kernels.run(instantiate(gather, src, wire, chunk.tokens, layers=layers), threads=self._threads)
         nbytes = size * len(layers)
         remote = self.staging.address + chunk.slot * self.staging.slot_bytes
@@ -177,14 +177,14 @@ class Scatterer:
         _, scatter = self._wire.halves(self.pair, count)
         size = self._wire.layer_bytes(self.pair, count)
         address = self._staging.address + chunk.slot * self._staging.slot_bytes
-        wire = _slot_side(address, chunk.layers, size, chunk.tokens)
+        wire = slot_side(address, chunk.layers, size, chunk.tokens)
         target = Side(pages, self._own, origin)
         tiles = instantiate(scatter, wire, target, chunk.tokens, layers=self.layers[slice(*chunk.layers)])
         kernels.run(tiles, threads=self._threads)
 
 
-def _slot_side(address: int, layers: Range, layer_bytes: int, tokens: Range) -> Side:
-    """A slot holds its chunk's layers from its start: the wire region of all layers begins that much before."""
+def slot_side(address: int, layers: Range, layer_bytes: int, tokens: Range) -> Side:
+    """Return where a chunk's layers [first, end) lie in a slot: from its start, so that the region of all layers begins before it."""
     return Side(np.zeros(1, np.int64), {REGION: address - layers[0] * layer_bytes}, origin=tokens[0])
 
 

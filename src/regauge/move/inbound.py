@@ -1,4 +1,4 @@
-"""The decode side of transfers over real connections: drives `protocol.Receiver` and owns the page pool's transitions.
+"""The decode side of transfers over real connections: drives `receiver.Receiver` and owns the page pool's transitions.
 
 All methods belong to one event loop; scatters run in one thread per link.
 """
@@ -249,8 +249,9 @@ class InboundLinks:
         except (ProtocolError, LayoutError, Refused) as error:
             channel.send(m.Refuse([str(error)[:4_000]]))
             raise
-        # A peer that maps the pages writes them directly: its slots stay empty.
-        size = 4096 if self._transport.caps.maps_memory else self._config.staging_bytes
+        # A peer that maps the pages writes them directly, unless told otherwise: its slots stay empty.
+        direct = self._transport.caps.maps_memory and self._config.mode in ("auto", "fused")
+        size = 4096 if direct else self._config.staging_bytes
         staging = await asyncio.to_thread(Slab, size, f"staging:{hello.worker}")
         try:
             return await self._finish_greeting(channel, hello, layout, verdict.path, verdict.pair, staging)

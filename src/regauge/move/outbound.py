@@ -1,4 +1,4 @@
-"""The prefill side of transfers over real connections: drives `protocol.Sender`.
+"""The prefill side of transfers over real connections: drives `sender.Sender`.
 
 All methods belong to one event loop; writes run in one thread per link.
 """
@@ -20,8 +20,8 @@ from regauge.config import TransferConfig
 from regauge.errors import ProtocolError, Refused, RegaugeError, TransferFailed, TransportError
 from regauge.layout.spec import Layout
 from regauge.move import messages as m
-from regauge.move.calibrate import read
 from regauge.move.channel import Channel, decode_layout, encode_layout
+from regauge.move.costs import read
 from regauge.move.crossing import Memory, Terms, Writer
 from regauge.move.memory import Slab
 from regauge.move.protocol import Action, Delivered, Failed, Granted, Range, Released, Send, Write

@@ -14,10 +14,10 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
+import ahead
 import numpy as np
 import triton
 
-from regauge.move.triton import ahead
 from regauge.move.triton.digest import Rows, schedule_digest
 from regauge.move.triton.schedule import schedule
 from regauge.plan.tiles import Convert, Keyed, Tiles

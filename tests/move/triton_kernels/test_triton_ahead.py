@@ -9,9 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import ahead
 import pytest
-
-from regauge.move.triton import ahead
 
 ELF = "7f454c46"
 

@@ -16,13 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_kernels import conversions, copies
 
-from kernel_cases import EIGHT_BIT, Case, address, codes_of, noise, row, strides_in
+from kernel_cases import DTYPES, EIGHT_BIT, Case, address, codes_of, noise, row, strides_in
 from regauge.errors import ConfigError
 from regauge.move import kernels, reference
 from regauge.move.triton import run as triton_run
 from regauge.plan.tiles import Convert, Tiles
-
-DTYPES = ("float32", "bfloat16", "float16", *EIGHT_BIT)
 
 
 def check(case: Case, *, elements: int = triton_run.BLOCK) -> None:

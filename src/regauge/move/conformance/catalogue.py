@@ -17,7 +17,7 @@ import msgspec
 from regauge.errors import LayoutError
 from regauge.layout.engines import PREFIX
 from regauge.layout.presets import from_short, load_layout, load_model, load_model_dtype, load_state_dtype
-from regauge.layout.spec import Component, Group, Layout, Model, Scale, Shard, format_layers
+from regauge.layout.spec import Component, Group, Layout, Model, Shard, format_layers
 
 _ATTENTION = (
     "engine:vllm,pool=LBHNC",
@@ -53,6 +53,7 @@ _ATTENTION = (
     "fp16,hnd,fused,page=7",
     "int8,scale=token_head,page=32,tp=2",
     "int8,scale=head,hnd",
+    "int8,scale=head,page=20,tp=2,calibrated",
     "fp8_e4m3,scale=block,block=64,rule=divide",
     "fp8_e4m3fnuz,scale=token_head,kt",
     "record:inline16,page=16",
@@ -171,11 +172,11 @@ def build(entry: Entry) -> list[Layout]:
     """Return the layouts of all ranks of an entry, symbolic. Raises LayoutError for a form that is wrong."""
     model = shortened(load_model(entry.model), _LAYERS.get(entry.model, 2))
     parts = [part.strip() for part in entry.form.split(",")]
-    calibrated = "calibrated" in parts
+    checkpoint = "calibrated" in parts
     form = ",".join(part for part in parts if part != "calibrated")
     dtypes = load_model_dtype(entry.model) or "bfloat16", load_state_dtype(entry.model)
     layouts = all_ranks(form, model, *dtypes)
-    return [_calibrated(layout) if calibrated else layout for layout in layouts]
+    return [calibrated(layout) if checkpoint else layout for layout in layouts]
 
 
 def all_ranks(form: str, model: Model, model_dtype: str = "", ssm_dtype: str = "") -> list[Layout]:
@@ -212,19 +213,20 @@ def shortened(model: Model, layers: int) -> Model:
     return msgspec.structs.replace(model, num_layers=min(layers, model.num_layers), states=states)
 
 
-def _calibrated(layout: Layout) -> Layout:
-    """Return the layout with a checkpoint's constant scales instead of 1.0."""
+def calibrated(layout: Layout) -> Layout:
+    """Return the layout with a checkpoint's constant scales instead of 1.0: by layer and array, and by head where it has them."""
 
-    def scale(group: Group, component: Component, index: int) -> Component:
-        old = component.scale
-        if old is None or old.at is not None:
-            return component
-        platform = 2.0 if component.dtype == "float8_e4m3fnuz" else 1.0
-        values: list[float | list[float]] = [platform * (index + 1) * (layer + 3) * 0.0137 for layer in group.layer_ids]
-        return msgspec.structs.replace(component, scale=Scale("tensor", values=values, rule=old.rule))
+    def change(group: Group, index: int) -> Component:
+        c = group.components[index]
+        if c.scale is None or c.scale.at is not None:
+            return c
+        unit = 0.0137 * (index + 1) * (2.0 if c.dtype == "float8_e4m3fnuz" else 1.0)
+        values: list[float | list[float]] = [unit * (layer + 3) for layer in group.layer_ids]
+        if c.scale.per == "head":
+            values = [[unit * (layer + 3) * (head + 2) for head in layout.heads(group, c)] for layer in group.layer_ids]
+        return msgspec.structs.replace(c, scale=msgspec.structs.replace(c.scale, values=values))
 
     groups = [
-        msgspec.structs.replace(g, components=[scale(g, c, i) for i, c in enumerate(g.components)])
-        for g in layout.groups
+        msgspec.structs.replace(g, components=[change(g, i) for i in range(len(g.components))]) for g in layout.groups
     ]
     return msgspec.structs.replace(layout, groups=groups)

@@ -1,14 +1,14 @@
 """Memory of random bytes for layouts, page tables scattered over it, and one request whose KV cache lies there.
 
 The request has `LENGTH` tokens. Decode already holds the first `PREFIX` of them, so the rest is sent: neither number is a
-multiple of any page size. Window layers hold their live window only, and what a page table would name before it is page 0.
+multiple of a page size, unless pages are single tokens. Window layers hold their live window only, and what a page table would name before it is page 0.
 Everything that is not of the request is random bytes too: reading or writing it shows.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import ml_dtypes
@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from regauge.layout.elements import NUMPY_DTYPES
-from regauge.layout.spec import Component, Group, Layout, Placement, Scale, Shard, format_layers, scale_table
+from regauge.layout.spec import Component, Group, Layout, Placement, Shard, format_layers, scale_table
 from regauge.layout.view import component_view, region_sizes, scale_view
 from regauge.plan.boxes import Side
 from regauge.plan.planner import live
@@ -103,37 +103,52 @@ def _table(layout: Layout, group: Group, rng: np.random.Generator, *, late: bool
 def whole(ranks: Sequence[Layout]) -> Layout:
     """Return one rank that holds, in the format of these ranks, all that the model keeps, laid out plainly."""
     groups: list[Group] = []
+    constants = _by_head(ranks)
     taken: set[tuple[str, int]] = set()
     for layout in ranks:
         for group in layout.groups:
             layers = tuple(x for x in group.layer_ids if (group.kind, x) not in taken)
             if layers:
-                groups.append(_plain(layout, group, layers, f"{len(groups)}"))
+                groups.append(_plain(layout, group, layers, f"{len(groups)}", constants))
                 taken |= {(group.kind, x) for x in layers}
     return Layout(ranks[0].model, groups, Shard())
 
 
-def _plain(layout: Layout, group: Group, layers: tuple[int, ...], region: str) -> Group:
+_Constants = Mapping[tuple[str, str, int, int], float]
+"""Constant scales by kind, array, layer and global head."""
+
+
+def _by_head(ranks: Sequence[Layout]) -> _Constants:
+    """Return the constant scales of all ranks: each has those of its own heads."""
+    found: dict[tuple[str, str, int, int], float] = {}
+    for layout in ranks:
+        for group in layout.groups:
+            for c in group.components:
+                if c.scale is None or c.scale.at is not None:
+                    continue
+                rows = scale_table(c.scale, len(group.layer_ids), c.heads)
+                for layer, row in zip(group.layer_ids, rows, strict=True):
+                    for head, value in zip(layout.heads(group, c), row, strict=True):
+                        found[group.kind, c.name, layer, head] = value
+    return found
+
+
+def _plain(layout: Layout, group: Group, layers: tuple[int, ...], region: str, constants: _Constants) -> Group:
     state = layout.model.state(group.kind, layers[0])
     components = []
     for c in group.components:
         heads = state.arrays[c.name].heads
         at = Placement("layer page token head dim", f"{region}.{c.name}")
-        scale = None if c.scale is None else _plain_scale(group, c, c.scale, layers, f"{at.region}.scale")
+        scale = c.scale
+        if scale is not None and scale.at is not None:
+            order = "layer page token head" + (" dim" if scale.per == "block" else "")
+            scale = msgspec.structs.replace(scale, at=Placement(order, f"{at.region}.scale"))
+        elif scale is not None:
+            # A head that no rank holds has none: the pair is refused.
+            rows = [[constants.get((group.kind, c.name, x, h), 1.0) for h in range(heads)] for x in layers]
+            scale = msgspec.structs.replace(scale, values=rows if scale.per == "head" else [row[0] for row in rows])
         components.append(Component(c.name, c.dtype, heads, c.dim, at, scale))
     return Group(group.kind, format_layers(layers), 1 if group.kind == "recurrent" else LENGTH, components, 1)
-
-
-def _plain_scale(group: Group, c: Component, scale: Scale, layers: tuple[int, ...], region: str) -> Scale:
-    if scale.at is not None:
-        order = "layer page token head" + (" dim" if scale.per == "block" else "")
-        return msgspec.structs.replace(scale, at=Placement(order, region))
-    rows = scale_table(scale, len(group.layer_ids), c.heads)
-    if scale.per == "head":
-        values: list[float | list[float]] = [list(rows[group.layer_ids.index(x)]) for x in layers]
-    else:
-        values = [rows[group.layer_ids.index(x)][0] for x in layers]
-    return msgspec.structs.replace(scale, values=values)
 
 
 def truth(ranks: Sequence[Layout], rng: np.random.Generator) -> Pool:

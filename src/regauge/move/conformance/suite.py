@@ -8,7 +8,7 @@ byte: elements, stored scales, and all that lies around them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
@@ -29,19 +29,21 @@ from regauge.move.conformance.pools import (
     truth,
 )
 from regauge.move.conformance.refusals import causes
+from regauge.move.crossing import slot_side
 from regauge.plan.boxes import Side, instantiate, pieces
 from regauge.plan.check import Path, Refusal, check
+from regauge.plan.planner import Plan
 from regauge.plan.ranks import Crossing, crossings, path_of
 from regauge.plan.reference import Bytes, load
 from regauge.plan.stripes import owned
 from regauge.plan.tiles import Int64, Tiles
-from regauge.plan.wire import REGION, WireFormat
+from regauge.plan.wire import WireFormat
 
 Way = Literal["fused", "portable", "staged", "pieces"]
 """One kernel pass; the same by the portable kernels; gathered into a slot and scattered from it; moved as a transport would."""
 WAYS: tuple[Way, ...] = get_args(Way)
 MAX_MOVED = 1 << 16
-"""Most pieces that are moved one by one: more go by a kernel, and the product stages such pairs."""
+"""Most pieces of two groups of ranks that are moved one by one: the product stages pairs that have more."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,6 +72,7 @@ class Outcome:
     elements: int = 0
     """Elements that decode has to get."""
     ways: tuple[Way, ...] = field(default=())
+    """Those that were run: none after one that is wrong."""
 
 
 def source(name: str, ranks: Sequence[Layout], seed: int) -> Source:
@@ -103,10 +106,16 @@ def run_pair(prefill: Source, name: str, ranks: Sequence[Layout], seed: int) -> 
     wanted = [pool.copy() for pool in targets]
     for pool in wanted:
         spread(prefill.everything, pool, PREFIX)
-    ways = tuple(way for way in WAYS if way != "pieces" or path in ("DIRECT", "REMAP"))
-    fault = next(filter(None, (_fault(prefill.pools, targets, wanted, pairs, way) for way in ways)), "")
+    ways: list[Way] = []
+    fault = ""
+    for way in WAYS:
+        if way == "pieces" and (path == "CONVERT" or not _moves(prefill.pools, targets, pairs)):
+            continue
+        ways.append(way)
+        if fault := _fault(prefill.pools, targets, wanted, pairs, way):
+            break
     elements = sum(_elements(pool) for pool in wanted)
-    return Outcome(prefill.name, name, path, "", fault, len(pairs), elements, ways)
+    return Outcome(prefill.name, name, path, "", fault, len(pairs), elements, tuple(ways))
 
 
 def _fault(
@@ -149,41 +158,66 @@ def unfounded(found: Sequence[Refusal], refused: Refused, must_refuse: str) -> s
 # -- the ways ----------------------------------------------------------------------------------------------------------
 
 
-def _carry(sources: Sequence[Pool], targets: Sequence[Pool], pairs: Sequence[Crossing], way: Way) -> None:
+@dataclass(frozen=True, slots=True, eq=False)
+class _Part:
+    """What one prefill rank sends to one decode rank, of one pair of groups."""
+
+    plan: Plan
+    pair: tuple[int, int]
+    source: Pool
+    target: Pool
+    tokens: tuple[int, int]
+
+    @property
+    def sides(self) -> tuple[Side, Side]:
+        return self.source.side(self.pair[0]), self.target.side(self.pair[1])
+
+    def tiles(self) -> list[Tiles]:
+        return instantiate(self.plan, *self.sides, self.tokens, pair=self.pair)
+
+
+def _parts(sources: Sequence[Pool], targets: Sequence[Pool], pairs: Sequence[Crossing]) -> Iterator[_Part]:
     for crossing in pairs:
-        src, dst = sources[crossing.prefill], targets[crossing.decode]
         for pair in crossing.plan.pairs:
             group = crossing.plan.decode.groups[pair[1]]
             tokens = tokens_of(crossing.plan.decode, group, PREFIX)
-            sides = src.side(pair[0]), dst.side(pair[1])
-            if tokens[0] == tokens[1]:
-                continue
-            if way == "staged":
-                _staged(crossing, pair, sides, tokens)
-                continue
-            tiles = instantiate(crossing.plan, *sides, tokens, pair=pair)
-            if way == "pieces" and sum(t.pieces for t in tiles) <= MAX_MOVED:
-                _move(tiles, src.memory, dst.memory)
-            else:
-                kernels.run(tiles, isa="portable" if way == "portable" else "auto")
+            if tokens[0] < tokens[1]:
+                yield _Part(crossing.plan, pair, sources[crossing.prefill], targets[crossing.decode], tokens)
 
 
-def _staged(crossing: Crossing, pair: tuple[int, int], sides: tuple[Side, Side], tokens: tuple[int, int]) -> None:
+def _moves(sources: Sequence[Pool], targets: Sequence[Pool], pairs: Sequence[Crossing]) -> bool:
+    """Say whether a transport could be given the pieces of a pair, whose every part is few enough."""
+    return all(sum(t.pieces for t in part.tiles()) <= MAX_MOVED for part in _parts(sources, targets, pairs))
+
+
+def _carry(sources: Sequence[Pool], targets: Sequence[Pool], pairs: Sequence[Crossing], way: Way) -> None:
+    for part in _parts(sources, targets, pairs):
+        match way:
+            case "staged":
+                _staged(part)
+            case "pieces":
+                _move(part.tiles(), part.source.memory, part.target.memory)
+            case "fused" | "portable":
+                kernels.run(part.tiles(), isa="portable" if way == "portable" else "auto")
+
+
+def _staged(part: _Part) -> None:
     """Gather into a slot and scatter from it, in two chunks of tokens and two of layers."""
-    wire, layers = WireFormat(crossing.plan), crossing.plan.layers_of(pair)
+    pair, tokens, sides = part.pair, part.tokens, part.sides
+    wire, layers = WireFormat(part.plan), part.plan.layers_of(pair)
+    half = len(layers) // 2
     middle = tokens[0] + max(1, 2 * (tokens[1] - tokens[0]) // 3)
     for first, end in ((tokens[0], middle), (middle, tokens[1])):
         if first == end:
             continue
         gather, scatter = wire.halves(pair, end - first)
         size = wire.layer_bytes(pair, end - first)
-        for chosen in (layers[: len(layers) // 2], layers[len(layers) // 2 :]):
+        for span in ((0, half), (half, len(layers))):
+            chosen = layers[slice(*span)]
             if not chosen:
                 continue
             slot = np.zeros(size * len(chosen), np.uint8)
-            # A chunk of some layers lies at the start of its slot: the region begins that much before it.
-            base = slot.ctypes.data - layers.index(chosen[0]) * size
-            there = Side(np.zeros(1, np.int64), {REGION: base}, origin=first)
+            there = slot_side(slot.ctypes.data, span, size, (first, end))
             kernels.run(instantiate(gather, sides[0], there, (first, end), layers=chosen))
             kernels.run(instantiate(scatter, there, sides[1], (first, end), layers=chosen))
 

@@ -43,14 +43,14 @@ class Rows:
     dst_stride: tuple[int, ...] = ()
 
 
-def digest(rows: Rows, *, device: str | None = None, elements: int = BLOCK) -> int:
+def digest(rows: Rows, *, elements: int = BLOCK) -> int:
     """Return the digest of rows, and copy them if they have a target. Waits for the result.
 
     Addresses are the device's; tables of keys lie in this process's memory and are copied there.
 
-    Raises ConfigError where there is no such device, ValueError for boxes too large for one launch.
+    Raises ConfigError where there is no accelerator, ValueError for boxes too large for one launch.
     """
-    place = accelerator(device)
+    place = accelerator()
     if len(rows.src) == 0 or rows.run == 0 or 0 in rows.shape:
         return 0
     launch, sums = prepare(rows, place, elements=elements)

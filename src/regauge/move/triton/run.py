@@ -37,22 +37,19 @@ class Launch:
             self.kernel[(self.schedule.programs,)](*self.arguments, **self.schedule.constants, num_warps=WARPS)
 
 
-def run(tiles: Sequence[Tiles], *, device: str | None = None, wait: bool = True, elements: int = BLOCK) -> None:
-    """Copy or convert every tile on `device` (as torch names it; the current accelerator if None), on its current stream.
+def run(tiles: Sequence[Tiles], *, elements: int = BLOCK) -> None:
+    """Copy or convert every tile on the current accelerator, on its current stream; returns when the bytes are written.
 
     Addresses of tiles and of stored scales are the device's; constant scales that a plan made (`Convert.keep`) are
-    copied there. With `wait` the call returns when the bytes are written, otherwise when the work is queued. Compiles a
-    kernel the first time that a combination of dtypes, scales, alignment and block comes up.
+    copied there. Compiles a kernel the first time that a combination of dtypes, scales, alignment and block comes up.
 
-    Raises ConfigError where there is no such device, ValueError for tiles too large for one launch.
+    Raises ConfigError where there is no accelerator, ValueError for tiles too large for one launch.
     """
-    place = accelerator(device)
+    place = accelerator()
     launches = prepare(tiles, place, elements=elements)
     for launch in launches:
         launch()
-    if wait:
-        finish(place)
-    del launches
+    finish(place)
 
 
 def prepare(tiles: Sequence[Tiles], device: torch.device, *, elements: int = BLOCK) -> list[Launch]:
@@ -65,22 +62,20 @@ def prepare(tiles: Sequence[Tiles], device: torch.device, *, elements: int = BLO
     return launches
 
 
-def accelerator(name: str | None) -> torch.device:
-    """Return the device that torch calls `name`; if None the current accelerator; in the interpreter the CPU.
+def accelerator() -> torch.device:
+    """Return torch's current accelerator; in the interpreter the CPU.
 
     Raises ConfigError if there is none.
     """
     if INTERPRETED:
         return torch.device("cpu")
-    if name is None:
-        found = torch.accelerator.current_accelerator()
-        if found is None:
-            raise ConfigError(
-                "the triton kernels need a GPU that torch sees, and there is none: use the native kernels, or set "
-                "TRITON_INTERPRET=1 before Python starts to run them, slowly, on the CPU"
-            )
-        return found
-    return torch.device(name)
+    found = torch.accelerator.current_accelerator()
+    if found is None:
+        raise ConfigError(
+            "the triton kernels need a GPU that torch sees, and there is none: use the native kernels, or set "
+            "TRITON_INTERPRET=1 before Python starts to run them, slowly, on the CPU"
+        )
+    return found
 
 
 def finish(device: torch.device) -> None:
