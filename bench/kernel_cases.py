@@ -9,13 +9,16 @@ import numpy as np
 import numpy.typing as npt
 
 from regauge.layout.dtypes import DTYPES
+from regauge.layout.spec import Rule
 from regauge.move.calibrate import aligned
-from regauge.plan.tiles import Convert, Rule, Tiles
+from regauge.plan.tiles import Convert, Tiles
 
 HEADS, DIM = 8, 128
 LATENT, ROPE, BLOCK = 512, 64, 128
 RECORD = LATENT + 4 * (LATENT // BLOCK) + 2 * ROPE
 """Bytes of a packed MLA token: e4m3fn codes, float32 scales per 128, bfloat16 rope (the fp8_ds_mla record)."""
+PLAIN = 2 * (LATENT + ROPE)
+"""Bytes of a token in bfloat16."""
 
 Bytes = npt.NDArray[np.uint8]
 Addresses = npt.NDArray[np.int64]
@@ -150,26 +153,23 @@ class Bench:
         b = dst + np.concatenate([to * 32 * row, to * 32 * row + row])
         return [Tiles(a, b, (16,), (row,), (2 * row,), row)]
 
-    def _mla(self, source: Bytes) -> tuple[Addresses, Addresses]:
-        """Addresses of pages of 64 tokens, plain ones of 1,152 bytes a token and packed ones."""
-        packed, plain = (RECORD, 2 * (LATENT + ROPE))[:: 1 if source is self.records else -1]
-        a = source.ctypes.data + self.pages(64) * 64 * packed
-        return a, self.target.ctypes.data + self.pages(64) * 64 * plain
+    def _mla(self, source: Bytes, step: int, to: int) -> tuple[Addresses, Addresses]:
+        """Addresses of pages of 64 tokens: of `step` bytes a token in the source, `to` bytes a token in the target."""
+        a = source.ctypes.data + self.pages(64) * 64 * step
+        return a, self.target.ctypes.data + self.pages(64) * 64 * to
 
     def pack_mla(self) -> Sequence[Tiles]:
         """Pages of 64 tokens, latent and rope in bfloat16, become packed records."""
-        a, b = self._mla(self.source["bfloat16"])
-        plain = 2 * (LATENT + ROPE)
+        a, b = self._mla(self.source["bfloat16"], PLAIN, RECORD)
         convert = Convert(
             "bfloat16", "float8_e4m3fn", 2, 1, dst_scale=b + LATENT, dst_scale_stride=(RECORD, 4), dynamic=True
         )
-        latent = Tiles(a, b, (64, LATENT // BLOCK), (plain, 2 * BLOCK), (RECORD, BLOCK), BLOCK, convert)
-        return [latent, Tiles(a + 2 * LATENT, b + RECORD - 2 * ROPE, (64,), (plain,), (RECORD,), 2 * ROPE)]
+        latent = Tiles(a, b, (64, LATENT // BLOCK), (PLAIN, 2 * BLOCK), (RECORD, BLOCK), BLOCK, convert)
+        return [latent, Tiles(a + 2 * LATENT, b + RECORD - 2 * ROPE, (64,), (PLAIN,), (RECORD,), 2 * ROPE)]
 
     def unpack_mla(self) -> Sequence[Tiles]:
         """The inverse."""
-        a, b = self._mla(self.records)
-        plain = 2 * (LATENT + ROPE)
+        a, b = self._mla(self.records, RECORD, PLAIN)
         convert = Convert("float8_e4m3fn", "bfloat16", 1, 2, src_scale=a + LATENT, src_scale_stride=(RECORD, 4))
-        latent = Tiles(a, b, (64, LATENT // BLOCK), (RECORD, BLOCK), (plain, 2 * BLOCK), BLOCK, convert)
-        return [latent, Tiles(a + RECORD - 2 * ROPE, b + 2 * LATENT, (64,), (RECORD,), (plain,), 2 * ROPE)]
+        latent = Tiles(a, b, (64, LATENT // BLOCK), (RECORD, BLOCK), (PLAIN, 2 * BLOCK), BLOCK, convert)
+        return [latent, Tiles(a + RECORD - 2 * ROPE, b + 2 * LATENT, (64,), (RECORD,), (PLAIN,), 2 * ROPE)]

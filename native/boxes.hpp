@@ -40,6 +40,18 @@ struct Boxes {
     return count;
   }
 
+  /// Whether all rows along `axis` share their scales.
+  bool one_scale(int axis) const { return stride[kSrcScale][axis] == 0 && stride[kDstScale][axis] == 0; }
+
+  /// The same boxes, of `count` tiles from tile `first` on.
+  Boxes some_tiles(std::int64_t first, std::int64_t count) const {
+    Boxes b = *this;
+    b.tiles = count;
+    for (auto& at : b.base)
+      if (at) at += first;
+    return b;
+  }
+
   void erase(int axis) {
     for (int j = axis; j + 1 < axes; ++j) {
       shape[j] = shape[j + 1];
@@ -64,9 +76,11 @@ struct Boxes {
   }
 
   /// Order the axes so that `o` is walked as sequentially as it can be (largest stride outermost; stable).
-  void sort_by(Operand o) {
+  void sort_by(Operand o) { sort_by(o, axes); }
+  /// The same for the first `count` axes.
+  void sort_by(Operand o, int count) {
     const auto size = [](std::int64_t s) { return s < 0 ? -s : s; };
-    for (int i = 1; i < axes; ++i)
+    for (int i = 1; i < count; ++i)
       for (int j = i; j > 0 && size(stride[o][j - 1]) < size(stride[o][j]); --j) swap_axes(j - 1, j);
   }
 

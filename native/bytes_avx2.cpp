@@ -19,10 +19,6 @@ struct Table {
 };
 static_assert(sizeof(Table) <= Memo::kBytes);
 
-REGAUGE_INLINE __m256i sixteen(const Byte* p) {
-  return _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
-}
-
 // Entries of eight tables of sixteen, chosen by the low seven bits; `low`: x without its top bit.
 REGAUGE_INLINE __m256i one_of_128(const __m256i t[8], __m256i low) {
   const __m256i bit4 = _mm256_slli_epi16(low, 3), bit5 = _mm256_slli_epi16(low, 2), bit6 = _mm256_slli_epi16(low, 1);
@@ -37,7 +33,7 @@ struct Lookup {
   __m256i low[8], high[8];
 
   explicit Lookup(const Table& t) {
-    for (int k = 0; k < 8; ++k) low[k] = sixteen(t.code + 16 * k), high[k] = sixteen(t.code + 128 + 16 * k);
+    for (int k = 0; k < 8; ++k) low[k] = both_lanes(t.code + 16 * k), high[k] = both_lanes(t.code + 128 + 16 * k);
   }
   REGAUGE_INLINE __m256i codes(__m256i x) const {
     const __m256i seven = _mm256_and_si256(x, bytes(0x7fu));
@@ -69,18 +65,18 @@ void look_up_rows(const RowBatch& b, const Table& table) {
 
 template <Half H>
 void look_up(const RowBatch& b, const Table& table) {
-  if (whole_lines(b)) look_up_rows<H, true>(b, table);
+  if (whole_lines(b, b.n)) look_up_rows<H, true>(b, table);
   else look_up_rows<H, false>(b, table);
 }
 
-// Of the scales of `b`; `plain` makes the codes.
-void table_of(const RowBatch& b, Table& table, ConvertRows plain) {
+// Of the scales of `b`.
+void table_of(const RowBatch& b, Table& table) {
   alignas(32) Byte in[256];
   for (int i = 0; i < 256; ++i) in[i] = static_cast<Byte>(i);
   RowBatch part = b;
   part.src = in, part.dst = table.code, part.n = 256;
   part.outer = part.rows = 1, part.stream = false, part.ahead = nullptr;
-  plain(part);
+  b.plain->convert(part);
   bool same = true, not_zero = true;
   for (int i = 0; i < 128; ++i) {
     const Byte lower = table.code[i], upper = table.code[128 + i];
@@ -89,23 +85,21 @@ void table_of(const RowBatch& b, Table& table, ConvertRows plain) {
   table.half = same ? Half::kSigned : not_zero ? Half::kSignedNotZero : Half::kOwn;
 }
 
-void rows_of(const RowBatch& b, ConvertRows plain) {
+void rows_of(const RowBatch& b) {
   constexpr Int kWorthATable = 2048;  // elements
   if (!one_scale(b)) {
-    if (!split_by_scales(b, [plain](const RowBatch& part) { rows_of(part, plain); })) plain(b);
+    if (!split_by_scales(b, rows_of)) b.plain->convert(b);
     return;
   }
-  const std::uint32_t src = b.src_scale ? bits_of(read_scale(b.src_scale, b.scheme.src_e8m0)) : 0;
-  const std::uint32_t dst = b.dst_scale ? bits_of(read_scale(b.dst_scale, b.scheme.dst_e8m0)) : 0;
   Memo::Slot own;
-  Memo::Slot& slot = b.memo ? b.memo->of(src, dst) : own;
+  Memo::Slot& slot = slot_of(b, own);
   if (!slot.full && slot.seen < 2 && b.outer * b.rows * b.n < kWorthATable) {
-    plain(b);
+    b.plain->convert(b);
     return;
   }
   Table table;
   if (slot.full) std::memcpy(&table, slot.data, sizeof table);
-  else table_of(b, table, plain), std::memcpy(slot.data, &table, sizeof table), slot.full = true;
+  else table_of(b, table), std::memcpy(slot.data, &table, sizeof table), slot.full = true;
   switch (table.half) {
     case Half::kSigned: look_up<Half::kSigned>(b, table); break;
     case Half::kSignedNotZero: look_up<Half::kSignedNotZero>(b, table); break;
@@ -113,33 +107,9 @@ void rows_of(const RowBatch& b, ConvertRows plain) {
   }
 }
 
-template <Dtype Src, Dtype Dst>
-void convert_bytes(const RowBatch& b) {
-  rows_of(b, kernels(Src, Dst).convert);
-}
-
-template <Dtype Src>
-ConvertRows from(Dtype dst) {
-  switch (dst) {
-    case Dtype::kE4M3: return convert_bytes<Src, Dtype::kE4M3>;
-    case Dtype::kE4M3Fnuz: return convert_bytes<Src, Dtype::kE4M3Fnuz>;
-    case Dtype::kE5M2: return convert_bytes<Src, Dtype::kE5M2>;
-    case Dtype::kInt8: return convert_bytes<Src, Dtype::kInt8>;
-    default: return nullptr;
-  }
-}
-
 }  // namespace
 
-ConvertRows byte_rows(Dtype src, Dtype dst) {
-  switch (src) {
-    case Dtype::kE4M3: return from<Dtype::kE4M3>(dst);
-    case Dtype::kE4M3Fnuz: return from<Dtype::kE4M3Fnuz>(dst);
-    case Dtype::kE5M2: return from<Dtype::kE5M2>(dst);
-    case Dtype::kInt8: return from<Dtype::kInt8>(dst);
-    default: return nullptr;
-  }
-}
+ConvertRows byte_rows(Dtype src, Dtype dst) { return size_of(src) == 1 && size_of(dst) == 1 ? rows_of : nullptr; }
 
 }  // namespace regauge::avx2
 #endif

@@ -25,10 +25,10 @@ class RowConverter {
   RowConverter(const Conversion& c, const How& how, const Boxes& b, bool stream, int outer = -1)
       : c_(c), src_size_(size_of(c.src)), dst_size_(size_of(c.dst)), stream_(stream),
         turn_src_(transpose_for(src_size_, how.avx2)), turn_dst_(transpose_for(dst_size_, how.avx2)),
-        kernels_(portable_kernels(c.src, c.dst)) {
+        plain_(portable_kernels(c.src, c.dst)), kernels_(plain_) {
 #if defined(__x86_64__)
     if (how.avx2) {
-      kernels_ = avx2::kernels(c.src, c.dst);
+      plain_ = kernels_ = avx2::kernels(c.src, c.dst);
       for (const auto choose : {avx2::narrow_rows, avx2::table_rows, avx2::byte_rows})
         if (const ConvertRows faster = choose(c.src, c.dst)) kernels_.convert = faster;
       if (const DynamicRows faster = avx2::dynamic_rows(c.src, c.dst)) kernels_.dynamic = faster;
@@ -101,7 +101,7 @@ class RowConverter {
     if (has_src_scale_) b.src_scale = p.at[kSrcScale], b.src_scale_stride = stride_[kSrcScale];
     if (has_dst_scale_) b.dst_scale = p.at[kDstScale], b.dst_scale_stride = stride_[kDstScale];
     b.rows = rows, b.n = n, b.outer = 1, b.src_size = src_size_;
-    b.scheme = c_.scheme, b.stream = stream_;
+    b.scheme = c_.scheme, b.stream = stream_, b.plain = &plain_;
     return b;
   }
 
@@ -139,19 +139,17 @@ class RowConverter {
   Int src_size_, dst_size_;
   bool stream_;
   Transpose turn_src_, turn_dst_;
-  Kernels kernels_;
+  Kernels plain_, kernels_;
   Int stride_[kOperands] = {}, outer_stride_[kOperands] = {};
   bool has_src_scale_ = false, has_dst_scale_ = false;
 };
-
-bool one_scale(const Boxes& b, int axis) { return b.stride[kSrcScale][axis] == 0 && b.stride[kDstScale][axis] == 0; }
 
 // Make rows long and contiguous. Only where scales are read: computed scales fix what a row is.
 void lengthen_rows(Boxes& b, Conversion& c) {
   const Int src_size = size_of(c.src), dst_size = size_of(c.dst);
   if (c.src_step != src_size || c.dst_step != dst_size)
     for (int j = 0; j < b.axes; ++j) {
-      if (b.stride[kSrc][j] != src_size || b.stride[kDst][j] != dst_size || !one_scale(b, j)) continue;
+      if (b.stride[kSrc][j] != src_size || b.stride[kDst][j] != dst_size || !b.one_scale(j)) continue;
       std::swap(b.shape[j], b.run);
       std::swap(b.stride[kSrc][j], c.src_step);
       std::swap(b.stride[kDst][j], c.dst_step);
@@ -161,7 +159,7 @@ void lengthen_rows(Boxes& b, Conversion& c) {
     grown = false;
     for (int j = 0; j < b.axes; ++j) {
       const bool follows = b.stride[kSrc][j] == b.run * c.src_step && b.stride[kDst][j] == b.run * c.dst_step;
-      if (!follows || !one_scale(b, j)) continue;
+      if (!follows || !b.one_scale(j)) continue;
       b.run *= b.shape[j];
       b.erase(j);
       grown = true;
@@ -282,7 +280,6 @@ void convert_groups(Boxes b, const Conversion& c, const How& how, Int threads, b
 
 void convert_boxes(Boxes b, const Conversion& given, const How& how) {
   Conversion c = given;
-  if (size_of(c.src) != 2 && c.scheme.rule == Rule::kDivideSource) c.scheme.rule = Rule::kDivide;
   if (b.rows() * b.run == 0) return;
   if (c.dynamic) join_rows(b, c);
   else c.row_axes = 0, b.drop_ones(), lengthen_rows(b, c);

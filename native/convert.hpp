@@ -50,6 +50,8 @@ struct Memo {
   }
 };
 
+struct Kernels;
+
 /// `outer` times `rows` rows of `n` contiguous elements. A null scale pointer means no scale; strides are in bytes.
 struct RowBatch {
   const std::uint8_t* src;
@@ -66,6 +68,7 @@ struct RowBatch {
   bool stream;
   const std::uint8_t* ahead;  // unless null: as many source bytes that the caller will read soon
   Memo* memo;                 // unless null: for the kernel to remember things in
+  const Kernels* plain;       // which can do everything, for what a faster kernel cannot
 };
 
 /// Convert rows with the scales read from memory.
@@ -84,6 +87,17 @@ inline RowBatch inner_batch(const RowBatch& b, std::int64_t index) {
   if (b.dst_scale) part.dst_scale += index * b.outer_stride[kDstScale];
   if (b.ahead) part.ahead += index * b.rows * b.n * b.src_size;
   for (auto& stride : part.outer_stride) stride = 0;
+  return part;
+}
+
+/// Up to `most` rows from row `first` on, of a batch with one outer index.
+inline RowBatch some_rows(const RowBatch& b, std::int64_t first, std::int64_t most) {
+  RowBatch part = b;
+  part.src += first * b.src_stride, part.dst += first * b.dst_stride;
+  if (b.src_scale) part.src_scale += first * b.src_scale_stride;
+  if (b.dst_scale) part.dst_scale += first * b.dst_scale_stride;
+  if (b.ahead) part.ahead += first * b.n * b.src_size;
+  part.rows = b.rows - first < most ? b.rows - first : most;
   return part;
 }
 
@@ -118,9 +132,9 @@ inline bool one_scale(const RowBatch& b) {
   return (b.src_scale_stride | b.dst_scale_stride | b.outer_stride[kSrcScale] | b.outer_stride[kDstScale]) == 0;
 }
 
-/// True when rows of bytes are to be streamed and are whole cache lines.
-inline bool whole_lines(const RowBatch& b) {
-  const std::int64_t steps = b.dst_stride | b.outer_stride[kDst] | b.n;
+/// True when the first `row_bytes` bytes of every target row are to be streamed and are whole cache lines.
+inline bool whole_lines(const RowBatch& b, std::int64_t row_bytes) {
+  const std::int64_t steps = b.dst_stride | b.outer_stride[kDst] | row_bytes;
   return b.stream && ((reinterpret_cast<std::intptr_t>(b.dst) | steps) & 63) == 0;
 }
 
@@ -148,7 +162,7 @@ Kernels portable_kernels(Dtype src, Dtype dst);
 #if defined(__x86_64__)
 namespace avx2 {
 Kernels kernels(Dtype src, Dtype dst);
-/// Faster ones, which leave what they cannot do to those; null where there are none. bfloat16 to fp8 with shared scales:
+/// Faster ones, which leave what they cannot do to the batch's `plain` ones; null where there are none. bfloat16 to fp8 with shared scales:
 ConvertRows narrow_rows(Dtype src, Dtype dst);
 /// bfloat16 to 8 bits with computed scales.
 DynamicRows dynamic_rows(Dtype src, Dtype dst);

@@ -205,29 +205,17 @@ void factored_rows(const RowBatch& b, const Factors* f, Int step) {
                              b.dst + o * b.outer_stride[kDst] + r * b.dst_stride, b.n, f[r * step], b.stream);
     return;
   }
-  const Int steps = b.dst_stride | b.outer_stride[kDst] | (b.n * Dst::kSize);
-  const bool lines = ((reinterpret_cast<std::intptr_t>(b.dst) | steps) & 63) == 0;
+  const bool lines = whole_lines(b, b.n * Dst::kSize);
   if (f[0].kind() == Scaling::kOne) {
-    if (b.stream && lines) block_rows<Src, Dst, Scaling::kOne, true>(b, f, step);
+    if (lines) block_rows<Src, Dst, Scaling::kOne, true>(b, f, step);
     else block_rows<Src, Dst, Scaling::kOne, false>(b, f, step);
   } else {
-    if (b.stream && lines) block_rows<Src, Dst, Scaling::kNone, true>(b, f, step);
+    if (lines) block_rows<Src, Dst, Scaling::kNone, true>(b, f, step);
     else block_rows<Src, Dst, Scaling::kNone, false>(b, f, step);
   }
 }
 
 constexpr Int kBatch = 32;
-
-// Up to kBatch rows from row `first` on.
-inline RowBatch some_rows(const RowBatch& b, Int first, Int row_bytes) {
-  RowBatch part = b;
-  part.src += first * b.src_stride, part.dst += first * b.dst_stride;
-  if (b.src_scale) part.src_scale += first * b.src_scale_stride;
-  if (b.dst_scale) part.dst_scale += first * b.dst_scale_stride;
-  if (b.ahead) part.ahead += first * row_bytes;
-  part.rows = b.rows - first < kBatch ? b.rows - first : kBatch;
-  return part;
-}
 
 template <class Src, class Dst>
 void convert_rows(const RowBatch& whole) {
@@ -240,7 +228,7 @@ void convert_rows(const RowBatch& whole) {
   for (Int o = 0; o < whole.outer; ++o) {
     const RowBatch b = inner_batch(whole, o);
     for (Int first = 0; first < b.rows; first += kBatch) {
-      const RowBatch part = some_rows(b, first, b.n * Src::kSize);
+      const RowBatch part = some_rows(b, first, kBatch);
       for (Int r = 0; r < part.rows; ++r) f[r] = factors_of(part, r, true);
       factored_rows<Src, Dst>(part, f, 1);
     }
@@ -333,7 +321,7 @@ void dynamic_rows(const RowBatch& whole) {
   for (Int o = 0; o < whole.outer; ++o) {
     const RowBatch b = inner_batch(whole, o);
     for (Int first = 0; first < b.rows; first += kBatch) {
-      const RowBatch part = some_rows(b, first, b.n * Src::kSize);
+      const RowBatch part = some_rows(b, first, kBatch);
       find_scales<Src, Dst>(part, f);
       factored_rows<Src, Dst>(part, f, 1);
     }

@@ -25,6 +25,11 @@ REGAUGE_INLINE __m256i bytes(std::uint32_t u) { return _mm256_set1_epi8(static_c
 REGAUGE_INLINE __m256 floats(std::uint32_t u) { return _mm256_castsi256_ps(words(u)); }
 REGAUGE_INLINE __m256 absolute(__m256 v) { return _mm256_and_ps(v, floats(kMagnitude)); }
 
+// Sixteen bytes in both lanes.
+REGAUGE_INLINE __m256i both_lanes(const void* p) {
+  return _mm256_broadcastsi128_si256(_mm_loadu_si128(static_cast<const __m128i*>(p)));
+}
+
 template <bool Stream>
 REGAUGE_INLINE void put(Byte* p, __m256i v) {
   if constexpr (Stream) _mm256_stream_si256(reinterpret_cast<__m256i*>(p), v);

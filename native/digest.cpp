@@ -186,17 +186,17 @@ class RowMover {
 };
 
 // Rows that are contiguous on both sides: one pass.
-void flat_rows(const Boxes& b, DigestRows kernel, const std::uint32_t* words, Int lo, Int hi, const SourceMap* map, Folded& sum) {
+void flat_rows(const Boxes& b, DigestRows kernel, const std::uint32_t* words, Int lo, Int hi, const SourceMap& map, bool fetch,
+               Folded& sum) {
   const int last = b.axes - 1;
   Int step[kOperands] = {};
   for (int o = 0; o < kOperands; ++o) step[o] = last < 0 ? 0 : b.stride[o][last];
-  std::vector<SourceMap::Cursor> next;
-  if (map) next.emplace_back(*map);
+  SourceMap::Cursor next(map);
   walk<4>(b, lo, hi, [&](Place p, Int n, Int tile) {
     Wide x[2 * kBatch];
     for (Int some; n > 0; n -= some) {
       some = n < kBatch ? n : kBatch;
-      const Byte* ahead = map ? next[0].advance(tile, some * b.run) : nullptr;
+      const Byte* ahead = fetch ? next.advance(tile, some * b.run) : nullptr;
       kernel(p.at[kSrc], step[kSrc], p.at[kDst], step[kDst], some, b.run, ahead, words, x);
       fold(sum, x, some, p.at[kRowKey], step[kRowKey], p.at[kTokenKey], step[kTokenKey]);
       for (int o = 0; o < kOperands; ++o) p.at[o] += some * step[o];
@@ -240,28 +240,26 @@ void favour_transposes(Boxes& b, const Row& row) {
 
 }  // namespace
 
-Wide digest_boxes(const Digested& d, const std::uint32_t* words, const How& how) {
-  Boxes b = d.boxes;
-  const Row row(b, d.row_axes);
+Wide digest_boxes(Boxes b, int row_axes, const std::uint32_t* words, const How& how) {
+  const Row row(b, row_axes);
   const bool writes = b.base[kDst] != nullptr, flat = row.flat[kSrc] && (!writes || row.flat[kDst]);
   const Int bytes = b.rows() * b.run;
   if (bytes == 0) return 0;
   const bool stream = how.total > kStreamBytes;
   const Int threads = bytes > kThreadBytes ? how.threads : 1;
-  SourceMap map(b, b.run);
-  b.axes -= d.row_axes;
+  const SourceMap map(b, b.run);
+  const bool fetch = flat && stream && map.useful();
+  b.axes -= row_axes;
   b.run = row.bytes;
   b.drop_ones();
   b.sort_by(!writes || (stream && !map.useful()) ? kSrc : kDst);
   b.merge();
   if (!flat) favour_transposes(b, row);
   const DigestRows kernel = digest_rows_for(row.bytes, stream, how.avx2);
-  const SourceMap rows_map(b, row.bytes);
-  const SourceMap* fetch = flat && stream && rows_map.useful() ? &rows_map : nullptr;
   Total total;
   parallel(b.rows(), threads, [&](Int lo, Int hi) {
     Folded sum;
-    if (flat) flat_rows(b, kernel, words, lo, hi, fetch, sum);
+    if (flat) flat_rows(b, kernel, words, lo, hi, map, fetch, sum);
     else staged_rows(b, row, kernel, words, how, lo, hi, sum);
     if (stream && writes) fence_streams(how.avx2);
     total.add(sum);

@@ -19,14 +19,9 @@ using DigestRows = void (*)(const std::uint8_t* src, std::int64_t src_stride, st
                             std::int64_t rows, std::int64_t bytes, const std::uint8_t* ahead, const std::uint32_t* words,
                             std::uint64_t* out);
 
-/// A box's last `row_axes` axes and its run are one row: at most kSegment elements, in order.
-struct Digested {
-  Boxes boxes;
-  int row_axes = 0;
-};
-
-/// Copy boxes (or, without a target, only read them) and return the digest of their rows.
-std::uint64_t digest_boxes(const Digested& d, const std::uint32_t* words, const How& how);
+/// Copy boxes (or, without a target, only read them) and return the digest of their rows. The last `row_axes` axes and
+/// the run are one row: at most kSegment elements, in order. `words`: kWords of them.
+std::uint64_t digest_boxes(Boxes b, int row_axes, const std::uint32_t* words, const How& how);
 
 /// The fastest kernel for rows of so many bytes.
 DigestRows digest_rows_for(std::int64_t bytes, bool stream, bool avx2);

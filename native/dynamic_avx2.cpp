@@ -92,18 +92,18 @@ struct ScaleSteps {
   static constexpr int kExponent = 127, kLeast = 40;  // of amax: that of the tables; the least they are used for
   Steps<Dst> of[129];
 
-  ScaleSteps(ConvertRows plain, Rule rule) {
+  ScaleSteps(const Kernels& plain, Rule rule) {
     for (std::uint32_t m = 0; m <= 128; ++m) {
       float s = float_of(static_cast<std::uint32_t>(kExponent) << 23 | m << 16) / float_of(Dst::kMax);
       if (m == 128) s = 1.0f;
       RowBatch b{};
-      b.dst_scale = reinterpret_cast<Byte*>(&s), b.src_size = 2, b.scheme.rule = rule;
-      of[m] = Steps<Dst>::make(b, 1.0f / s, plain);
+      b.dst_scale = reinterpret_cast<Byte*>(&s), b.src_size = 2, b.scheme.rule = rule, b.plain = &plain;
+      of[m] = Steps<Dst>::make(b, 1.0f / s);
     }
   }
 
-  static const ScaleSteps& with(Rule rule) {
-    const ConvertRows plain = kernels(Dtype::kBFloat16, dtype_of<Dst>()).convert;
+  /// `plain`: those from bfloat16 to Dst.
+  static const ScaleSteps& with(const Kernels& plain, Rule rule) {
     static const ScaleSteps reciprocal(plain, Rule::kReciprocal), divide(plain, Rule::kDivide);
     static const ScaleSteps source(plain, Rule::kDivideSource);
     return rule == Rule::kReciprocal ? reciprocal : rule == Rule::kDivide ? divide : source;
@@ -111,7 +111,7 @@ struct ScaleSteps {
 };
 template <>
 struct ScaleSteps<Int8> {  // has none
-  static const ScaleSteps& with(Rule) {
+  static const ScaleSteps& with(const Kernels&, Rule) {
     static const ScaleSteps none;
     return none;
   }
@@ -122,8 +122,7 @@ template <class Dst, bool Stream, Int Blocks>
 class Scaler {
  public:
   Scaler(const RowBatch& b, Rule rule, Byte& pause)
-      : b_(b), rule_(rule), fetch_(b, 2 * b.n), tables_(ScaleSteps<Dst>::with(rule)), pause_(pause),
-        plain_(kernels(Dtype::kBFloat16, dtype_of<Dst>())) {}
+      : b_(b), rule_(rule), fetch_(b, 2 * b.n), tables_(ScaleSteps<Dst>::with(*b.plain, rule)), pause_(pause) {}
 
   // Groups of rows one after the other; the largest magnitudes of the next group are looked for while this one is coded,
   // so that reading, fetching and arithmetic overlap.
@@ -171,7 +170,7 @@ class Scaler {
     for (Int k = 0; k < now.count; ++k) {
       const Byte* ahead = now.ahead[k] + b_.n;
       if (k < next.count) next.most[k] = largest(next.s[k], next.ahead[k], blocks()), ahead = next.ahead[k] + b_.n;
-      if (__builtin_expect(found.amax[k] >= kInfinite, 0)) plain_.dynamic(one_row(now, k, 0, blocks()));
+      if (__builtin_expect(found.amax[k] >= kInfinite, 0)) b_.plain->dynamic(one_row(now, k, 0, blocks()));
       else slow += code_row(now, k, ahead, found, stepping ? &constants : nullptr);
     }
     if (!stepping) --pause_;
@@ -204,7 +203,7 @@ class Scaler {
 
   // Blocks i .. i + count - 1 of row k.
   REGAUGE_INLINE void rest_of_row(const Group& g, Int k, const Byte* ahead, Int i, Int count, float factor) const {
-    if (__builtin_expect(rule_ != Rule::kReciprocal, 0)) plain_.convert(one_row(g, k, i, count));
+    if (__builtin_expect(rule_ != Rule::kReciprocal, 0)) b_.plain->convert(one_row(g, k, i, count));
     else if constexpr (std::is_same_v<Dst, Int8>)
       bounded_blocks<Dst, Stream>(g.s[k] + 64 * i, g.d[k] + 32 * i, ahead + 32 * i, count, factor);
     else bounded_part(g, k, ahead, i, count, factor);
@@ -225,7 +224,6 @@ class Scaler {
   const Fetch fetch_;
   const ScaleSteps<Dst>& tables_;
   Byte& pause_;  // as in Steps, for the whole thread
-  const Kernels plain_;
 };
 
 template <class Dst, bool Stream>
@@ -238,14 +236,14 @@ template <class Dst>
 void rows_of(const RowBatch& b) {
   constexpr Int kLongest = 1024;  // elements: kRows such rows stay in the caches between the passes
   if (b.n % kBlock || b.n > kLongest || b.src_scale) {
-    kernels(Dtype::kBFloat16, dtype_of<Dst>()).dynamic(b);
+    b.plain->dynamic(b);
     return;
   }
   // Dividing by a power of two is multiplying by another one, and loses nothing of a bfloat16 but what rounds to 0.
   const Rule rule = b.scheme.pow2 ? Rule::kReciprocal : b.scheme.rule;
   Byte own = 0;
   Byte& pause = b.memo ? b.memo->pause : own;
-  if (whole_lines(b)) scale_batch<Dst, true>(b, rule, pause);
+  if (whole_lines(b, b.n)) scale_batch<Dst, true>(b, rule, pause);
   else scale_batch<Dst, false>(b, rule, pause);
 }
 

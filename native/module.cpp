@@ -78,14 +78,6 @@ Rule rule_of(const std::string& name) {
   refuse("rule must be reciprocal, divide or divide_source, not " + name);
 }
 
-void copy_tiles(const Addresses& src, const Addresses& dst, const Ints& shape, const Ints& src_stride, const Ints& dst_stride,
-                Int run, Int threads, Int total, const std::string& isa) {
-  const Boxes b = boxes_of(src, dst, shape, src_stride, dst_stride, run);
-  const How how = how_of(threads, total, isa);
-  nb::gil_scoped_release release;
-  copy_boxes(b, how);
-}
-
 void check_dynamic(const Boxes& b, const Conversion& c) {
   if (c.row_axes < 0 || c.row_axes > b.axes) refuse("row_axes is " + std::to_string(c.row_axes) + ", out of range");
   for (int j = b.axes - c.row_axes; j < b.axes; ++j)
@@ -122,12 +114,6 @@ HeldPart copy_part(const Addresses& src, const Addresses& dst, const Ints& shape
   return {{boxes_of(src, dst, shape, src_stride, dst_stride, run)}, {src, dst}};
 }
 
-void convert_tiles(const HeldPart& p, Int threads, Int total, const std::string& isa) {
-  const How how = how_of(threads, total, isa);
-  nb::gil_scoped_release release;
-  convert_boxes(p.part.boxes, p.part.conversion, how);
-}
-
 void run_parts(const std::vector<const HeldPart*>& held, Int threads, Int total, const std::string& isa) {
   std::vector<Part> parts;
   for (const HeldPart* h : held) {
@@ -144,39 +130,31 @@ using Words = nb::ndarray<const std::uint32_t, nb::ndim<1>, nb::c_contig, nb::de
 /// Addresses and strides of a box's row keys, the same of its token keys, and the number of axes of a row.
 using KeyOperands = std::tuple<Addresses, Ints, Addresses, Ints, int>;
 
-/// The keys of boxes like `b`, rows of `row_bytes` bytes times their axes.
-Digested digested_of(const Boxes& b, const KeyOperands& keys, Int row_bytes, const std::string& name) {
-  const auto& [row, row_stride, token, token_stride, row_axes] = keys;
-  Digested d{b, row_axes};
-  for (auto& base : d.boxes.base) base = nullptr;
-  if (row_axes < 0 || row_axes > b.axes) refuse(name + ": row_axes is " + std::to_string(row_axes) + ", out of range");
-  set_operand(d.boxes, kRowKey, row, row_stride, (name + ".row").c_str());
-  set_operand(d.boxes, kTokenKey, token, token_stride, (name + ".token").c_str());
-  for (int j = b.axes - row_axes; j < b.axes; ++j) {
-    if (row_stride[j] != 0 || token_stride[j] != 0) refuse(name + ": a key's stride along an axis of its row is not 0");
-    row_bytes *= b.shape[j];
-  }
-  if (row_bytes > kRowBytes) refuse(name + ": a row of " + std::to_string(row_bytes) + " bytes; at most 4096 are digested");
-  return d;
-}
-
-const std::uint32_t* words_of(const Words& words) {
-  if (static_cast<Int>(words.shape(0)) < kWords) refuse("words has " + std::to_string(words.shape(0)) + " words, not 1026");
-  return words.data();
-}
-
 std::uint64_t digest_tiles(const Addresses& src, const std::optional<Addresses>& dst, const Ints& shape, const Ints& src_stride,
                            const Ints& dst_stride, Int run, const KeyOperands& keys, const Words& words, Int threads, Int total,
                            const std::string& isa) {
-  const Boxes b = boxes_of(src, dst ? *dst : src, shape, src_stride, dst_stride, run, dst ? 8 : kMaxAxes);
-  Digested d = digested_of(b, keys, run, "keys");
-  d.boxes.base[kSrc] = b.base[kSrc];
-  if (dst) d.boxes.base[kDst] = b.base[kDst];
-  else for (auto& stride : d.boxes.stride[kDst]) stride = 0;
+  Boxes b = boxes_of(src, dst ? *dst : src, shape, src_stride, dst_stride, run, dst ? 8 : kMaxAxes);
+  if (!dst) {
+    b.base[kDst] = nullptr;
+    for (auto& stride : b.stride[kDst]) stride = 0;
+  }
+  const auto& [row, row_stride, token, token_stride, row_axes] = keys;
+  if (row_axes < 0 || row_axes > b.axes) refuse("keys: row_axes is " + std::to_string(row_axes) + ", out of range");
+  set_operand(b, kRowKey, row, row_stride, "keys.row");
+  set_operand(b, kTokenKey, token, token_stride, "keys.token");
+  Int row_bytes = run;
+  for (int j = b.axes - row_axes; j < b.axes; ++j) {
+    if (row_stride[j] != 0 || token_stride[j] != 0) refuse("keys: a key's stride along an axis of its row is not 0");
+    row_bytes *= b.shape[j];
+  }
+  if (row_bytes > kRowBytes)
+    refuse("keys: a row of " + std::to_string(row_bytes) + " bytes; at most " + std::to_string(kRowBytes) + " are digested");
+  const Int count = static_cast<Int>(words.shape(0));
+  if (count < kWords) refuse("words has " + std::to_string(count) + " words, not " + std::to_string(kWords));
   const How how = how_of(threads, total, isa);
-  const std::uint32_t* k = words_of(words);
+  const std::uint32_t* key = words.data();
   nb::gil_scoped_release release;
-  return digest_boxes(d, k, how);
+  return digest_boxes(b, row_axes, key, how);
 }
 
 void memcpy_bytes(Int dst, Int src, Int nbytes, Int threads, bool streaming) {
@@ -189,8 +167,6 @@ void memcpy_bytes(Int dst, Int src, Int nbytes, Int threads, bool streaming) {
 
 NB_MODULE(_native, m) {
   m.doc() = "Native kernels of regauge: copies and conversions of strided boxes of bytes.";
-  m.def("copy_tiles", &copy_tiles, nb::arg("src"), nb::arg("dst"), nb::arg("shape"), nb::arg("src_stride"),
-        nb::arg("dst_stride"), nb::arg("run"), nb::arg("threads"), nb::arg("total"), nb::arg("isa"));
   nb::class_<HeldPart>(m, "Part");
   m.def("copy_part", &copy_part, nb::arg("src"), nb::arg("dst"), nb::arg("shape"), nb::arg("src_stride"), nb::arg("dst_stride"),
         nb::arg("run"));
@@ -199,7 +175,6 @@ NB_MODULE(_native, m) {
         nb::arg("dst_step"), nb::arg("rule"), nb::arg("row_axes"), nb::arg("src_scale").none(), nb::arg("src_scale_stride"),
         nb::arg("dst_scale").none(), nb::arg("dst_scale_stride"), nb::arg("dynamic"), nb::arg("floor"), nb::arg("pow2"),
         nb::arg("src_e8m0"), nb::arg("dst_e8m0"));
-  m.def("convert_tiles", &convert_tiles, nb::arg("part"), nb::arg("threads"), nb::arg("total"), nb::arg("isa"));
   m.def("run_together", &run_parts, nb::arg("parts"), nb::arg("threads"), nb::arg("total"), nb::arg("isa"));
   m.def("digest_tiles", &digest_tiles, nb::arg("src"), nb::arg("dst").none(), nb::arg("shape"), nb::arg("src_stride"),
         nb::arg("dst_stride"), nb::arg("run"), nb::arg("keys"), nb::arg("words"), nb::arg("threads"), nb::arg("total"),

@@ -17,6 +17,14 @@ inline float read_scale(const std::uint8_t* p, bool e8m0) {
   return float_of(u);
 }
 
+/// What is remembered for the scales that all rows of `b` share; `own` where nothing can be.
+inline Memo::Slot& slot_of(const RowBatch& b, Memo::Slot& own) {
+  if (!b.memo) return own;
+  const std::uint32_t src = b.src_scale ? bits_of(read_scale(b.src_scale, b.scheme.src_e8m0)) : 0;
+  const std::uint32_t dst = b.dst_scale ? bits_of(read_scale(b.dst_scale, b.scheme.dst_e8m0)) : 0;
+  return b.memo->of(src, dst);
+}
+
 inline void write_scale(std::uint8_t* p, float s, bool e8m0) {
   if (e8m0) *p = static_cast<std::uint8_t>(bits_of(s) >> 23);
   else std::memcpy(p, &s, 4);

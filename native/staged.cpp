@@ -14,12 +14,10 @@ constexpr Int kShortest = 32;          // elements of a piece that kernels conve
 constexpr Int kBlockBytes = 112 << 10;  // of a block and its twin; on the stack, whose pages are there already
 constexpr Int kTileBytes = 32 << 10;    // larger tiles are split where they can be
 
-bool scale_free(const Boxes& b, int j) { return b.stride[kSrcScale][j] == 0 && b.stride[kDstScale][j] == 0; }
-
 // Whether some axis continues the pieces of `o`.
 bool goes_on(const Boxes& b, Operand o, Int size) {
   for (int j = 0; j < b.axes; ++j)
-    if (b.stride[o][j] == b.run * size && b.shape[j] > 1 && scale_free(b, j)) return true;
+    if (b.stride[o][j] == b.run * size && b.shape[j] > 1 && b.one_scale(j)) return true;
   return false;
 }
 
@@ -36,10 +34,7 @@ bool row_follows(const Boxes& b, const Conversion& c, Operand o, Int step, Int s
 // The elements' axis made an ordinary one, and the axes that do not belong to the row in the order of `o`.
 Boxes in_order_of(Operand o, const Boxes& given, const Conversion& c) {
   Boxes b = given;
-  const int free = b.axes - c.row_axes;
-  const auto size = [](Int s) { return s < 0 ? -s : s; };
-  for (int i = 1; i < free; ++i)
-    for (int j = i; j > 0 && size(b.stride[o][j - 1]) < size(b.stride[o][j]); --j) b.swap_axes(j - 1, j);
+  b.sort_by(o, b.axes - c.row_axes);
   b.shape[b.axes] = b.run;
   for (auto& s : b.stride) s[b.axes] = 0;
   b.stride[kSrc][b.axes] = c.src_step, b.stride[kDst][b.axes] = c.dst_step;
@@ -100,10 +95,7 @@ class Stages {
  private:
   // Some tiles, with a block in the place of the source or the target.
   static Boxes part(const Boxes& whole, Int lo, Int count, const Int* source, const Int* target) {
-    Boxes b = whole;
-    b.tiles = count;
-    for (auto& base : b.base)
-      if (base) base += lo;
+    Boxes b = whole.some_tiles(lo, count);
     if (source) b.base[kSrc] = source;
     if (target) b.base[kDst] = target;
     return b;
@@ -172,7 +164,7 @@ class Split {
 bool convert_staged(const Boxes& given, const Conversion& c, const How& how) {
   const Int in = size_of(c.src), out = size_of(c.dst);
   const Sides apart = c.dynamic ? rows_apart(given, c) : in_pieces(given, c);
-  if ((!apart.src && !apart.dst) || given.tiles == 0 || given.axes == kMaxAxes) return false;
+  if (!apart.src && !apart.dst) return false;
   Split tiles(given);
   while (tiles.elements() * (in + out) > kTileBytes)
     if (!tiles.split_one(c)) break;

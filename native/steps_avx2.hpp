@@ -17,25 +17,6 @@ using Int = std::int64_t;
 constexpr Int kBlock = 32, kGroup = 4;  // elements; blocks whose codes are checked together before they are stored
 constexpr std::uint8_t kPause = 15;     // chunks done without steps after one in which they failed too often
 
-// Up to `most` rows from row `first` on.
-inline RowBatch some_rows(const RowBatch& b, Int first, Int most) {
-  RowBatch part = b;
-  part.src += first * b.src_stride, part.dst += first * b.dst_stride;
-  if (b.src_scale) part.src_scale += first * b.src_scale_stride;
-  if (b.dst_scale) part.dst_scale += first * b.dst_scale_stride;
-  if (b.ahead) part.ahead += first * b.n * b.src_size;
-  part.rows = b.rows - first < most ? b.rows - first : most;
-  return part;
-}
-
-template <class Dst>
-constexpr Dtype dtype_of() {
-  if constexpr (std::is_same_v<Dst, E4M3>) return Dtype::kE4M3;
-  if constexpr (std::is_same_v<Dst, E4M3Fnuz>) return Dtype::kE4M3Fnuz;
-  if constexpr (std::is_same_v<Dst, E5M2>) return Dtype::kE5M2;
-  return Dtype::kInt8;
-}
-
 template <class Dst>
 struct Grid;
 template <>
@@ -67,8 +48,8 @@ struct Steps {
   bool usable;
   std::uint8_t pause;  // chunks to go before the steps are tried again
 
-  /// For the scales of `b`, whose product is `factor`; `plain` makes the codes.
-  static Steps make(const RowBatch& b, float factor, ConvertRows plain) {
+  /// For the scales of `b`, whose product is `factor`.
+  static Steps make(const RowBatch& b, float factor) {
     Steps t{};
     const int k = static_cast<int>(bits_of(factor) >> 23) - 127;  // a sign makes it too large
     if (k < -100 || k > 100) return t;
@@ -78,7 +59,7 @@ struct Steps {
     RowBatch part = b;
     part.src = reinterpret_cast<const Byte*>(in), part.dst = codes;
     part.outer = part.rows = 1, part.n = 128, part.stream = false, part.ahead = nullptr;
-    plain(part);
+    b.plain->convert(part);
     for (int i = 0; i < 16; ++i) {
       const Byte* c = codes + 8 * i;
       if (c[7] - c[0] > 1) return t;
@@ -92,10 +73,6 @@ struct Steps {
     return t;
   }
 };
-
-REGAUGE_INLINE __m256i both_lanes(const void* p) {
-  return _mm256_broadcastsi128_si256(_mm_loadu_si128(static_cast<const __m128i*>(p)));
-}
 
 // Hide where a constant comes from: else the compiler makes it anew for every row, from general registers.
 REGAUGE_INLINE __m256i kept(__m256i v) {

@@ -115,14 +115,16 @@ REGAUGE_INLINE void table_block(__m256i x, Byte* d, const Table& t) {
   put<Stream>(d + 32, _mm256_add_epi16(_mm256_unpackhi_epi8(low, high), e1));
 }
 
+constexpr Int kNoTails = 0;  // what ends a row and fills no line is not streamed
+
 // What the table cannot do: special codes, tails, extreme scales. Part of row r of outer index o.
-__attribute__((noinline)) void plain_part(const RowBatch& b, Int o, Int r, Int at, Int count, ConvertRows rest) {
+__attribute__((noinline)) void plain_part(const RowBatch& b, Int o, Int r, Int at, Int count) {
   RowBatch part = inner_batch(b, o);
   part.src += r * b.src_stride + at, part.dst += r * b.dst_stride + 2 * at;
   if (b.src_scale) part.src_scale += r * b.src_scale_stride;
   if (b.dst_scale) part.dst_scale += r * b.dst_scale_stride;
   part.rows = 1, part.n = count, part.stream = b.stream && count % 32 == 0, part.ahead = nullptr;
-  rest(part);
+  b.plain->convert(part);
 }
 
 // Blocks blocks of 32 codes; false, and nothing stored, if a special code is among them.
@@ -144,37 +146,37 @@ REGAUGE_INLINE bool table_group(const Byte* s, Byte* d, const Byte* ahead, const
 
 // Row r of outer index o.
 template <class Src, bool Stream>
-REGAUGE_INLINE void row_with(const RowBatch& b, Int o, Int r, const Byte* ahead, const Table& t, ConvertRows rest) {
+REGAUGE_INLINE void row_with(const RowBatch& b, Int o, Int r, const Byte* ahead, const Table& t) {
   constexpr Int kWide = 128;  // codes
   const Byte* s = b.src + o * b.outer_stride[kSrc] + r * b.src_stride;
   Byte* d = b.dst + o * b.outer_stride[kDst] + r * b.dst_stride;
   Int i = 0;
   for (; i + kWide <= b.n; i += kWide)
-    if (!table_group<Src, Stream, 4>(s + i, d + 2 * i, ahead + i, t)) plain_part(b, o, r, i, kWide, rest);
+    if (!table_group<Src, Stream, 4>(s + i, d + 2 * i, ahead + i, t)) plain_part(b, o, r, i, kWide);
   for (; i + 32 <= b.n; i += 32)
-    if (!table_group<Src, Stream, 1>(s + i, d + 2 * i, ahead + i, t)) plain_part(b, o, r, i, 32, rest);
-  if (i < b.n) plain_part(b, o, r, i, b.n - i, rest);
+    if (!table_group<Src, Stream, 1>(s + i, d + 2 * i, ahead + i, t)) plain_part(b, o, r, i, 32);
+  if (i < b.n) plain_part(b, o, r, i, b.n - i);
 }
 
 // Rows that share a table.
 template <class Src, bool Stream>
-void rows_with(const RowBatch& b, const Table& shared, ConvertRows rest) {
+void rows_with(const RowBatch& b, const Table& shared) {
   const Table t = shared;
   const Fetch fetch(b, b.n);
   for (Int o = 0; o < b.outer; ++o)
-    for (Int r = 0; r < b.rows; ++r) row_with<Src, Stream>(b, o, r, fetch.row(o, r), t, rest);
+    for (Int r = 0; r < b.rows; ++r) row_with<Src, Stream>(b, o, r, fetch.row(o, r), t);
 }
 
 // Rows with a table each.
 template <class Src, bool Stream>
-void rows_apart(const RowBatch& b, ConvertRows rest) {
+void rows_apart(const RowBatch& b) {
   const Fetch fetch(b, b.n);
   for (Int o = 0; o < b.outer; ++o)
     for (Int r = 0; r < b.rows; ++r) {
       const RowScales scales(b, o, r);
       if (__builtin_expect(scales.moderate(), 1))
-        row_with<Src, Stream>(b, o, r, fetch.row(o, r), make_table<Src>(scales), rest);
-      else plain_part(b, o, r, 0, b.n, rest);
+        row_with<Src, Stream>(b, o, r, fetch.row(o, r), make_table<Src>(scales));
+      else plain_part(b, o, r, 0, b.n);
     }
 }
 
@@ -190,48 +192,38 @@ REGAUGE_INLINE Table remembered_table(const RowScales& s, Memo* memo) {
   return t;
 }
 
-// Rows that begin with a cache line, to be streamed.
-bool aligned_lines(const RowBatch& b) {
-  const Int steps = b.dst_stride | b.outer_stride[kDst];
-  return b.stream && ((reinterpret_cast<std::intptr_t>(b.dst) | steps) & 63) == 0;
-}
-
 // A batch whose rows share their scales.
 template <class Src>
-void alike_rows(const RowBatch& b, ConvertRows rest) {
+void alike_rows(const RowBatch& b) {
   const RowScales scales(b, 0, 0);
   if (!scales.moderate()) {
-    rest(b);
+    b.plain->convert(b);
     return;
   }
   const Table table = remembered_table<Src>(scales, b.memo);
-  if (aligned_lines(b)) rows_with<Src, true>(b, table, rest);
-  else rows_with<Src, false>(b, table, rest);
+  if (whole_lines(b, kNoTails)) rows_with<Src, true>(b, table);
+  else rows_with<Src, false>(b, table);
 }
 
 template <class Src>
-void rows(const RowBatch& b, ConvertRows rest) {
+void rows(const RowBatch& b) {
   if (one_scale(b)) {
-    alike_rows<Src>(b, rest);
+    alike_rows<Src>(b);
     return;
   }
-  if (split_by_scales(b, [rest](const RowBatch& part) { alike_rows<Src>(part, rest); })) return;
-  if (aligned_lines(b)) rows_apart<Src, true>(b, rest);
-  else rows_apart<Src, false>(b, rest);
+  if (split_by_scales(b, alike_rows<Src>)) return;
+  if (whole_lines(b, kNoTails)) rows_apart<Src, true>(b);
+  else rows_apart<Src, false>(b);
 }
-
-void e4m3_rows(const RowBatch& b) { rows<E4M3>(b, kernels(Dtype::kE4M3, Dtype::kBFloat16).convert); }
-void e4m3fnuz_rows(const RowBatch& b) { rows<E4M3Fnuz>(b, kernels(Dtype::kE4M3Fnuz, Dtype::kBFloat16).convert); }
-void e5m2_rows(const RowBatch& b) { rows<E5M2>(b, kernels(Dtype::kE5M2, Dtype::kBFloat16).convert); }
 
 }  // namespace
 
 ConvertRows table_rows(Dtype src, Dtype dst) {
   if (dst != Dtype::kBFloat16) return nullptr;
   switch (src) {
-    case Dtype::kE4M3: return e4m3_rows;
-    case Dtype::kE4M3Fnuz: return e4m3fnuz_rows;
-    case Dtype::kE5M2: return e5m2_rows;
+    case Dtype::kE4M3: return rows<E4M3>;
+    case Dtype::kE4M3Fnuz: return rows<E4M3Fnuz>;
+    case Dtype::kE5M2: return rows<E5M2>;
     default: return nullptr;
   }
 }

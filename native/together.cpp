@@ -2,6 +2,7 @@
 #include "together.hpp"
 
 #include <algorithm>
+#include <cstdlib>
 
 namespace regauge {
 namespace {
@@ -52,6 +53,14 @@ Span span_of(const std::vector<Part>& parts) {
   return span;
 }
 
+// Whether scales are written between the codes.
+bool holds_its_scales(const Part& p) {
+  if (!writes_scales(p)) return false;
+  const Boxes& b = p.boxes;
+  const Int apart = b.base[kDstScale][0] - b.base[kDst][0];
+  return std::abs(apart) < *std::max_element(b.stride[kDst], b.stride[kDst] + kMaxAxes);
+}
+
 // Whether every row is whole cache lines, which can be streamed as they are.
 bool in_lines(const Part& p) {
   Int all = p.boxes.base[kDst][0] | p.boxes.run * bytes_of(p, kDst);
@@ -64,18 +73,10 @@ void run_part(const Part& p, Boxes b, const How& how) {
   else copy_boxes(b, how);
 }
 
-Boxes some_tiles(const Boxes& whole, Int first, Int count) {
-  Boxes b = whole;
-  b.tiles = count;
-  for (auto& base : b.base)
-    if (base) base += first;
-  return b;
-}
-
 // Tiles [lo, hi): their parts where they belong, a stretch of tiles at a time.
 void run_in_place(const std::vector<Part>& parts, Int lo, Int hi, Int stretch, const How& how) {
   for (; lo < hi; lo += stretch)
-    for (const Part& p : parts) run_part(p, some_tiles(p.boxes, lo, std::min(stretch, hi - lo)), how);
+    for (const Part& p : parts) run_part(p, p.boxes.some_tiles(lo, std::min(stretch, hi - lo)), how);
 }
 
 // The same by way of a block from which whole records are streamed.
@@ -88,7 +89,7 @@ void run_apart(const std::vector<Part>& parts, Int lo, Int hi, const Span& span,
   for (; lo < hi; lo += block) {
     const Int count = std::min(block, hi - lo);
     for (const Part& p : parts) {
-      Boxes b = some_tiles(p.boxes, lo, count);
+      Boxes b = p.boxes.some_tiles(lo, count);
       const auto move = [&](Operand o, std::vector<Int>& to) {
         const Int at = reinterpret_cast<Int>(room) + p.boxes.base[o][lo] - origin[lo] - span.first;
         for (Int k = 0; k < count; ++k) to[k] = at + k * pitch;
@@ -109,14 +110,15 @@ void run_apart(const std::vector<Part>& parts, Int lo, Int hi, const Span& span,
 void run_together(const std::vector<Part>& parts, const How& how) {
   const Int tiles = parts[0].boxes.tiles;
   if (tiles == 0) return;
+  // Nothing interleaves, or too few tiles to share: each part shares its own rows among the threads.
+  if ((parts.size() == 1 && !holds_its_scales(parts[0])) || tiles < 2 * how.threads) {
+    for (const Part& p : parts) run_part(p, p.boxes, how);
+    return;
+  }
   const Span span = span_of(parts);
   const bool lines = std::all_of(parts.begin(), parts.end(), in_lines);
   const bool apart = !lines && how.avx2 && how.total > kStreamBytes && span.filled() && span.size() <= kBlockBytes;
   const Int stretch = std::max<Int>(1, kFarBytes / std::max<Int>(1, span.size()));
-  if (tiles < 2 * how.threads) {
-    for (const Part& p : parts) run_part(p, p.boxes, how);
-    return;
-  }
   parallel(tiles, tiles * span.size() > kThreadBytes ? how.threads : 1, [&](Int lo, Int hi) {
     if (apart) run_apart(parts, lo, hi, span, how);
     else run_in_place(parts, lo, hi, stretch, {1, how.total, how.avx2});

@@ -8,22 +8,6 @@ import numpy.typing as npt
 KeyOperands = tuple[npt.NDArray[np.int64], Sequence[int], npt.NDArray[np.int64], Sequence[int], int]
 """Addresses and strides of row keys, the same of token keys, and the number of axes of a row."""
 
-def copy_tiles(
-    src: npt.NDArray[np.int64],
-    dst: npt.NDArray[np.int64],
-    shape: Sequence[int],
-    src_stride: Sequence[int],
-    dst_stride: Sequence[int],
-    run: int,
-    threads: int,
-    total: int,
-    isa: str,
-) -> None:
-    """Copy `run` bytes at every index of every tile; `total`: output bytes of the whole go, which decides on streaming.
-
-    Raises ValueError, before anything is written, for more than 8 axes, negative sizes or lengths that differ.
-    """
-
 class Part:
     """One copy or conversion, with its arguments checked; it keeps the arrays of addresses alive."""
 
@@ -35,7 +19,10 @@ def copy_part(
     dst_stride: Sequence[int],
     run: int,
 ) -> Part:
-    """Return a copy of `run` bytes at every index of every tile. Raises ValueError as copy_tiles does."""
+    """Return a copy of `run` bytes at every index of every tile.
+
+    Raises ValueError for more than 8 axes, negative sizes or lengths that differ.
+    """
 
 def convert_part(
     src: npt.NDArray[np.int64],
@@ -62,14 +49,15 @@ def convert_part(
 ) -> Part:
     """Return a conversion of a row of `run` elements at every index of every tile; `src_e8m0`, `dst_e8m0`: scales of one byte.
 
-    Raises ValueError as copy_tiles does, and for scales that cannot be computed.
+    Raises ValueError as copy_part does, and for scales that cannot be computed.
     """
 
-def convert_tiles(part: Part, threads: int, total: int, isa: str) -> None:
-    """Run one conversion."""
-
 def run_together(parts: Sequence[Part], threads: int, total: int, isa: str) -> None:
-    """Run parts that have the same number of tiles, tile by tile. Raises ValueError when they have not."""
+    """Run parts that have the same number of tiles, tile by tile where they interleave.
+
+    `total`: output bytes of the whole go, which decides on streaming. Raises ValueError, before anything is written, for
+    unequal numbers of tiles and unknown ways to run.
+    """
 
 def digest_tiles(
     src: npt.NDArray[np.int64],
@@ -84,7 +72,10 @@ def digest_tiles(
     total: int,
     isa: str,
 ) -> int:
-    """Copy as copy_tiles does (without `dst`: only read) and return the digest of the rows. Raises ValueError as it does."""
+    """Copy as copy_part and run_together do (without `dst`: only read) and return the digest of the rows.
+
+    Raises ValueError as they do, and for keys that do not fit the tiles.
+    """
 
 def memcpy(dst: int, src: int, nbytes: int, threads: int, streaming: bool) -> None:
     """Copy bytes between addresses with the C library's memcpy, or with our own streaming stores."""

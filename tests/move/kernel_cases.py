@@ -15,7 +15,7 @@ DTYPES = tuple(reference.ITEMSIZE)
 FP8 = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2")
 EIGHT_BIT = (*FP8, "int8")
 GUARD = 192
-RULES = ("reciprocal", "divide", "divide_source")
+RULES = kernels.RULES
 
 SCALES: tuple[float, ...] = (0.37, 0.0123, -3.3, 1e-30, 1e30, 1e-42, 2.0**-126, 2.0, 0.0, np.inf)
 

@@ -1,36 +1,24 @@
-"""Every backend and instruction set computes the same digest, moves the same bytes, and sees what a fault changes."""
+"""Every backend and instruction set computes the same digest and moves the same bytes."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from dataclasses import dataclass
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kernel_cases import EIGHT_BIT, ISAS, address, noise, span, strides_in
 from regauge.move import digest, kernels, reference
 from regauge.plan.digest import ROW_BYTES, ROW_KEY, Keys
-from regauge.plan.tiles import Convert, Int64, Keyed, Tiles
+from regauge.plan.tiles import Convert, End, Keyed, Tiles
 
-ISAS = ("portable", "avx2") if kernels.isa() == "avx2" else ("portable",)
 KEYS = Keys(bytes(range(32)))
 FLOATS = ("float32", "bfloat16", "float16")
-EIGHT_BIT = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "int8")
-
-
-def address(array: np.ndarray, *offsets: int) -> Int64:
-    return np.array([array.ctypes.data + o for o in (offsets or (0,))], np.int64)
-
-
-def strides_in(order: list[int], shape: list[int], size: int, pad: int) -> tuple[int, ...]:
-    strides, at = [0] * len(shape), size
-    for axis in reversed(order):
-        strides[axis] = at
-        at = at * shape[axis] + pad
-    return tuple(strides)
 
 
 @dataclass
@@ -64,7 +52,8 @@ class Case:
             for one, want in zip(outputs, expected, strict=True):
                 assert np.array_equal(one, want), f"isa {isa}"
             assert got == sums, f"isa {isa}"
-            assert digest.read([self.tiles], "src", isa=isa) == digest.read([self.tiles], "src", backend="numpy")
+            for of in get_args(End):
+                assert digest.read([self.tiles], of, isa=isa) == digest.read([self.tiles], of, backend="numpy")
 
 
 def keyed(draw: st.DrawFn, shape: list[int], n: int, row_axes: int) -> Keyed:
@@ -101,14 +90,6 @@ def boxes(draw: st.DrawFn, run_bytes: int = 1) -> tuple[list[int], int, int, int
         shape = shape[1:] if len(shape) > row_axes else shape[:-1]
         row_axes = min(row_axes, len(shape))
     return shape, row_axes, run, draw(st.integers(1, 4))
-
-
-def noise(count: int) -> np.ndarray:
-    return np.random.default_rng(count).integers(0, 256, count, dtype=np.uint8)
-
-
-def span(shape: list[int], strides: tuple[int, ...], size: int) -> int:
-    return size + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
 
 
 @st.composite
@@ -163,7 +144,7 @@ def conversions(draw: st.DrawFn) -> Case:
     tiles = Tiles(
         address(src, *range(0, n * gaps[0], gaps[0])), address(dst, *range(0, n * gaps[1], gaps[1])), tuple(shape),
         steps[0][:-1], steps[1][:-1], run, convert,
-        keyed(draw, shape, n, row_axes), keyed(draw, shape, n, row_axes) if sides != "src" else None,
+        *(keyed(draw, shape, n, row_axes) if sides in (side, "both") else None for side in ("src", "dst")),
     )  # fmt: skip
     return Case(tiles, src, outputs)
 
@@ -207,6 +188,30 @@ def test_a_key_that_changes_within_a_row_is_refused() -> None:
     )
     with pytest.raises(ValueError, match="row_stride must be 0 along the last 1 axes"):
         digest.run([tiles])
+
+
+@pytest.mark.parametrize("how", [{"threads": 0}, {"isa": "avx1024"}, {"backend": "cuda"}])
+def test_unknown_ways_to_run_are_refused(how: dict[str, object]) -> None:
+    for call in (lambda: digest.run([one_row(8)], **how), lambda: digest.read([one_row(8)], "src", **how)):  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=next(iter(how))):
+            call()
+
+
+def test_an_unknown_dtype_is_named() -> None:
+    tiles = dataclasses.replace(one_row(8), convert=Convert("float16", "float64", 2, 8))
+    for call in (lambda: digest.run([tiles]), lambda: digest.read([tiles], "src")):
+        with pytest.raises(ValueError, match="unknown dtype 'float64'"):
+            call()
+
+
+@pytest.mark.parametrize("backend", ["native", "numpy"])
+@pytest.mark.parametrize("row_axes", [0, 1])
+@pytest.mark.parametrize("empty", [{"run": 0}, {"shape": (0,)}])
+def test_empty_boxes_have_the_digest_of_nothing(empty: dict[str, Any], row_axes: int, backend: kernels.Backend) -> None:
+    keyed = one_row(8, row_stride=(0,), token_stride=(0,), row_axes=row_axes)
+    tiles = dataclasses.replace(keyed, **{"shape": (2,), "src_stride": (4,), "dst_stride": (4,), "run": 4} | empty)
+    assert digest.run([tiles], backend=backend) == digest.Sums(0, 0)
+    assert digest.read([tiles], "src", backend=backend) == 0
 
 
 def test_nothing_has_the_digest_of_nothing() -> None:

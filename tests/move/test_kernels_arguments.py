@@ -9,13 +9,9 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from kernel_cases import address
 from regauge.move import kernels
-from regauge.plan.tiles import Convert, Int64, Tiles
-
-
-def address(array: np.ndarray) -> Int64:
-    return np.array([array.ctypes.data], np.int64)
-
+from regauge.plan.tiles import Convert, Tiles
 
 DYNAMIC = functools.partial(
     Convert, "float16", "int8", 2, 1, dynamic=True, dst_scale=np.zeros(1, np.int64), dst_scale_stride=(0, 0)

@@ -140,16 +140,20 @@ def test_long_rows_of_bytes(src: str, dst: str) -> None:
     ],
 )
 @pytest.mark.parametrize("both", [False, True])
-def test_scales_per_head_of_many_pages(src: str, dst: str, both: bool) -> None:
-    """Rows of a page alternate between the heads' scales; so do the pages."""
+@pytest.mark.parametrize("rule", RULES)
+def test_scales_per_head_of_many_pages(rule: str, src: str, dst: str, both: bool) -> None:
+    """Rows of a page alternate between the heads' scales, two of which have the same rounded reciprocal; so do the pages."""
     pages, tokens, heads, n = 40, 16, 8, 128
     sizes = [reference.ITEMSIZE[d] for d in (src, dst)]
     rng = np.random.default_rng(3)
-    source = (rng.standard_normal(pages * tokens * heads * n) * 3).astype(ml_dtypes.bfloat16).view(np.uint8)
+    values = rng.standard_normal((pages, tokens * heads * n)) * 3
+    values[:-4] += np.copysign(0.5, values[:-4])  # the last pages have codes that are subnormal
+    source = values.astype(ml_dtypes.bfloat16).view(np.uint8).reshape(-1)
     source = noise(len(source)) if sizes[0] == 1 else source
     out = np.zeros(pages * tokens * heads * n * sizes[1] + 64, np.uint8)
     at = -out.ctypes.data % 64
     scales = rng.lognormal(size=(2, heads)).astype(np.float32)
+    scales[:, 2], scales[:, 5] = 1.875, np.nextafter(np.float32(1.875), np.float32(0))
     operands: dict[str, object] = {}
     for i, name in enumerate(("src_scale", "dst_scale")):
         if both or sizes[i] == 1:
@@ -165,6 +169,6 @@ def test_scales_per_head_of_many_pages(src: str, dst: str, both: bool) -> None:
             (heads * n * sizes[0], n * sizes[0]),
             (stride[0] * sizes[1], stride[1] * sizes[1]),
             n,
-            Convert(src, dst, *sizes, **operands),  # type: ignore[arg-type]
+            Convert(src, dst, *sizes, rule, **operands),  # type: ignore[arg-type]
         )
         Case(tiles, [out], [source, scales]).check(threads=2, stream=True)

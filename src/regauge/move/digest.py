@@ -49,8 +49,8 @@ def run(tiles: Sequence[Tiles], *, threads: int = 1, backend: Backend = "native"
     what they are made of or become, and two passes that each stream cost less than one that does both. A side without
     keys counts as 0. Raises ValueError for malformed tiles, and when no tile has keys, before anything is written.
     """
-    _check_all(tiles)
     kernels.check(tiles, threads=threads, backend=backend, isa=isa)
+    _check_all(tiles)
     moving = [t for t in tiles if t.only is None]
     alone = [
         t for group in kernels.groups(moving) if len(group) == 1 and (t := group[0]).convert is None and t.src_keys
@@ -58,11 +58,11 @@ def run(tiles: Sequence[Tiles], *, threads: int = 1, backend: Backend = "native"
     fused = [] if backend == "numpy" else alone
     together = {id(t) for t in fused}
     apart = [t for t in tiles if id(t) not in together]
-    src = [_digest(_box(t, "src"), threads, backend, isa) for t in apart if t.only != "dst" and _keyed(t, "src")]
+    src = [_digest(box, threads, backend, isa) for box in _boxes(apart, "src")]
     nbytes = kernels.output_bytes(tiles)
-    copied = [_copy(t, _keys(t, "src"), threads, nbytes, backend, isa) for t in fused]
+    copied = [_copy(t, keys, threads, nbytes, backend, isa) for t in fused if (keys := t.src_keys)]
     kernels.run([t for t in apart if t.only is None], threads=threads, backend=backend, isa=isa)
-    dst = [_digest(_box(t, "dst"), threads, backend, isa) for t in apart if t.only != "src" and _keyed(t, "dst")]
+    dst = [_digest(box, threads, backend, isa) for box in _boxes(apart, "dst")]
     return Sums(add([*src, *copied]), add([*dst, *copied]))
 
 
@@ -82,28 +82,23 @@ def read(tiles: Sequence[Tiles], of: End, *, threads: int = 1, backend: Backend 
     """Digest what now lies at the sources or targets of tiles, and write nothing.
 
     Equals the sum that `run` returned for that side, unless an element has changed since, or never arrived.
+    Raises ValueError as `run` does.
     """
+    kernels.check(tiles, threads=threads, backend=backend, isa=isa)
     _check_all(tiles)
-    total = 0
-    for t in tiles:
-        if t.only in (None, of) and _keyed(t, of):
-            total += _digest(_box(t, of), threads, backend, isa)
-    return total % PRIME
+    return add(_digest(box, threads, backend, isa) for box in _boxes(tiles, of))
 
 
-def _keyed(t: Tiles, of: End) -> bool:
-    return (t.src_keys if of == "src" or t.convert is None else t.dst_keys) is not None
+def _boxes(tiles: Sequence[Tiles], of: End) -> list[_Box]:
+    return [_box(t, of, keys) for t in tiles if t.only in (None, of) and (keys := _keys(t, of))]
 
 
-def _keys(t: Tiles, of: End) -> Keyed:
-    keys = t.src_keys if of == "src" or t.convert is None else t.dst_keys
-    assert keys is not None  # noqa: S101  # callers ask only for sides with keys
-    return keys
+def _keys(t: Tiles, of: End) -> Keyed | None:
+    return t.src_keys if of == "src" or t.convert is None else t.dst_keys
 
 
-def _box(t: Tiles, of: End) -> _Box:
+def _box(t: Tiles, of: End, keys: Keyed) -> _Box:
     at, stride = (t.src, t.src_stride) if of == "src" else (t.dst, t.dst_stride)
-    keys = _keys(t, of)
     if t.convert is None:
         return _Box(at, t.shape, stride, t.run, keys)
     dtype, step = (
@@ -130,6 +125,8 @@ def _digest(box: _Box, threads: int, backend: Backend, isa: Isa) -> int:
 
 
 def _reference(box: _Box) -> int:
+    if 0 in (*box.shape, box.run):
+        return 0
     outer = len(box.shape) - box.keys.row_axes
     total = 0
     for i, at in enumerate(box.at.tolist()):
@@ -160,7 +157,7 @@ def _check(t: Tiles, where: str) -> None:
         ("dst_keys", t.dst_keys, t.convert and t.convert.dst_dtype),
     ):
         if keys is not None:
-            _check_keys(t, keys, t.run * (reference.ITEMSIZE.get(dtype, 1) if dtype else 1), f"{where}.{name}")
+            _check_keys(t, keys, t.run * (reference.ITEMSIZE[dtype] if dtype else 1), f"{where}.{name}")
 
 
 def _check_keys(t: Tiles, keys: Keyed, row_bytes: int, where: str) -> None:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 from regauge import _native
 from regauge.layout.dtypes import DTYPES
+from regauge.layout.spec import Rule
 from regauge.move import gpu, reference
 from regauge.plan.tiles import Convert, Int64, Tiles
 
@@ -19,7 +20,7 @@ Backend = Literal["native", "numpy", "triton"]
 Isa = Literal["auto", "avx2", "portable"]
 
 MAX_AXES = 8
-RULES = ("reciprocal", "divide", "divide_source")
+RULES: tuple[Rule, ...] = get_args(Rule)
 MIN_FLOOR, MAX_FLOOR = 2.0**-126, 2.0**127
 
 
@@ -49,15 +50,7 @@ def run(tiles: Sequence[Tiles], *, threads: int = 1, backend: Backend = "native"
         return
     total = output_bytes(moving)
     for group in groups(moving):
-        first = group[0]
-        if len(group) > 1 or _holds_its_scales(first):
-            _native.run_together([part(t) for t in group], threads, total, isa)
-        elif first.convert is None:
-            _native.copy_tiles(
-                first.src, first.dst, first.shape, first.src_stride, first.dst_stride, first.run, threads, total, isa
-            )
-        else:
-            _native.convert_tiles(part(first), threads, total, isa)
+        _native.run_together([_part(t) for t in group], threads, total, isa)
 
 
 def check(tiles: Sequence[Tiles], *, threads: int, backend: Backend, isa: Isa) -> None:
@@ -90,15 +83,7 @@ def _interleave(a: Tiles, b: Tiles) -> bool:
     return abs(apart) < step and bool((b.dst - a.dst == apart).all())
 
 
-def _holds_its_scales(t: Tiles) -> bool:
-    """Whether scales are written between the codes."""
-    c = t.convert
-    if c is None or not c.dynamic or c.dst_scale is None or len(t.dst) == 0:
-        return False
-    return abs(int(c.dst_scale[0]) - int(t.dst[0])) < max(t.dst_stride, default=0)
-
-
-def part(t: Tiles) -> _native.Part:
+def _part(t: Tiles) -> _native.Part:
     """Return a box as the native module takes it."""
     c = t.convert
     if c is None:

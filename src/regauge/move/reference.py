@@ -64,6 +64,9 @@ SCALE_ITEMSIZE: Mapping[str, int] = MappingProxyType({"float32": 4, "float8_e8m0
 MAX_FINITE: Mapping[str, float] = MappingProxyType({n: DTYPES[n].max for n in ITEMSIZE if DTYPES[n].saturates})
 """Largest finite value of the dtypes that saturate."""
 
+HALF_OVERFLOW = 65520.0
+"""From here on IEEE rounds to float16's infinity; `encode` saturates."""
+
 _FP8: Mapping[str, Any] = MappingProxyType(
     {
         "float8_e4m3fn": ml_dtypes.float8_e4m3fn,
@@ -164,11 +167,10 @@ def _quotient(v: Float32, s: Float32, c: Convert) -> Float32:
     w = v / s
     if c.rule == "divide" or c.src_dtype not in ("bfloat16", "float16"):
         return w
+    rounded = decode(encode(w, c.src_dtype, np.signbit(w)), c.src_dtype)
     if c.src_dtype == "bfloat16":
-        return decode(encode(w, c.src_dtype, np.signbit(w)), c.src_dtype)
-    nan = (w.view(np.uint32) >> 16 & 0x8000) | 0x7E00 | (w.view(np.uint32) >> 13 & 0x1FF)
-    half = np.where(np.isnan(w), np.float32(0), w).astype(np.float16).view(np.uint16)
-    return _from_half(np.where(np.isnan(w), nan.astype(np.uint16), half))
+        return rounded
+    return np.where(np.abs(w) >= HALF_OVERFLOW, np.copysign(np.float32(np.inf), w), rounded)
 
 
 def _from_half(codes: Codes) -> Float32:

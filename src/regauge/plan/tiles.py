@@ -11,8 +11,9 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from regauge.layout.spec import Rule
+
 Int64 = npt.NDArray[np.int64]
-Rule = Literal["reciprocal", "divide", "divide_source"]
 End = Literal["src", "dst"]
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -32,7 +33,7 @@ BUDGET = 1 << 21
 """Elements that a pattern has unless more layers are asked for."""
 MAX_ELEMENTS = 1 << 25
 MAX_ROUNDS = 64
-_RULES: tuple[Rule, ...] = ("reciprocal", "divide", "divide_source")
+_RULES: tuple[Rule, ...] = get_args(Rule)
 _ROUND_SALT = 1 << 20
 
 
