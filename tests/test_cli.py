@@ -14,7 +14,7 @@ from regauge import __version__
 from regauge.cli import main
 from regauge.layout.files import decode, encode
 from regauge.layout.presets import from_short, load_model
-from regauge.layout.spec import Layout
+from regauge.layout.spec import Layout, Shard
 from regauge.plan import cost
 from regauge.plan.cost import DEFAULTS
 
@@ -242,11 +242,51 @@ def test_a_layout_file_with_an_unknown_field_or_overlap_is_refused(
     assert "elements of k overlap in region 'k'" in err
 
 
-def test_a_wrong_verb_suggests_the_right_one(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("chekc", "a", "b"), "no such command: 'chekc'; did you mean 'check'?"),
+        (("bench", "acuracy"), "no such command: 'acuracy'; did you mean 'accuracy'?"),
+        (("bench",), "the following arguments are required: COMMAND"),
+        (("serve", "--transport", "tcq"), "argument --transport: invalid choice: 'tcq' (choose from "),
+        (("serve", "--transport", "tcq"), "); did you mean 'tcp'?"),
+        (("bench", "accuracy", "bf16", "fp32"), "unrecognized arguments: bf16 fp32"),
+        (("bench", "conformance", "--layouts", "somewhere"), "unrecognized arguments: --layouts"),
+        (("bench", "calibrate", "--record", "r.json"), "unrecognized arguments: --record"),
+    ],
+)
+def test_what_is_no_command_or_option_is_said_so_before_anything_is_measured(
+    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str
+) -> None:
     with pytest.raises(SystemExit) as exit_:
-        main(["chekc", "a", "b"])
+        main(arguments)
     assert exit_.value.code == 2
-    assert "no such command: 'chekc'; did you mean 'check'?" in capsys.readouterr().err
+    assert message in capsys.readouterr().err
+
+
+def test_words_may_come_before_between_and_after_options(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (("a", "b", "c"), ("--seed", "1", "a", "b", "c"), ("a", "--seed", "1", "b", "--sample", "2", "c")):
+        code, _, err = run(capsys, "bench", "conformance", *arguments)
+        assert (code, err) == (2, "regauge: error: 3 layouts: give two, or none for the catalogue\n")
+
+
+def test_help_of_a_bench_job_is_of_its_own_options(capsys: pytest.CaptureFixture[str]) -> None:
+    own = {
+        "accuracy": "--prompt-tokens",
+        "calibrate": "--out",
+        "conformance": "--sample",
+        "keygen": "--sign",
+        "sign": "--record",
+    }
+    shown = {}
+    for name in own:
+        with pytest.raises(SystemExit):
+            main(["bench", name, "--help"])
+        shown[name] = capsys.readouterr().out
+    assert {name: option in shown[name] for name, option in own.items()} == dict.fromkeys(own, True)
+    assert [name for name, text in shown.items() if "--prompt-tokens" in text] == ["accuracy"]
+    assert [name for name, text in shown.items() if "--threads" in text] == ["accuracy", "calibrate"]
+    assert not [text for text in shown.values() if "calibrate:" in text or "conformance:" in text]
 
 
 def test_version_and_environment(capsys: pytest.CaptureFixture[str]) -> None:
@@ -296,8 +336,24 @@ def test_check_pairs_all_ranks_of_both_sides(capsys: pytest.CaptureFixture[str],
     code, out, _ = run(capsys, "check", str(stages / "0.toml"), "engine:sglang", "--model", "qwen3-8b")
     assert code == 0
     assert "note: ranks are not paired: one of 2 pipeline stages does not tell which layers the others hold" in out
+    code, out, _ = run(capsys, "check", str(stages / "0.toml"), str(stages / "1.toml"), "--model", "qwen3-8b")
+    assert (code, out.splitlines()[0]) == (1, "NONE")  # nothing of one stage is in the other
     (stages / "1.toml").unlink()
     code, out, _ = run(capsys, "check", str(stages), "engine:sglang", "--model", "qwen3-8b")
     assert "give all ranks" in out
     code, _, err = run(capsys, "check", str(tmp_path), "bf16")
     assert (code, "has no layout file" in err) == (2, True)
+
+
+def test_check_shows_the_pair_of_ranks_that_asks_most(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for side, forms in (("prefill", ("bf16", "fp16")), ("decode", ("bf16", "bf16"))):
+        (tmp_path / side).mkdir()
+        for rank, form in enumerate(forms):
+            write(tmp_path / side / f"{rank}.toml", from_short(form, load_model("qwen3-8b"), shard=Shard(rank, 2)))
+    sides = (str(tmp_path / "prefill"), str(tmp_path / "decode"))
+    code, out, _ = run(capsys, "check", *sides)
+    assert (code, out.splitlines()[:2]) == (0, ["CONVERT", "  dtype float16 -> bfloat16"])
+    code, out, _ = run(capsys, "check", *sides, "--json")
+    found = json.loads(out)
+    assert (found["path"], {lane["path"] for lane in found["lanes"]}) == ("CONVERT", {"CONVERT"})
+    assert [r["path"] for r in found["ranks"]] == ["DIRECT", "CONVERT"]

@@ -86,3 +86,13 @@ def test_misuse_says_what_to_do(
     code, _, err = run(capsys, *arguments)
     assert code == 2
     assert said in err
+
+
+def test_a_pattern_for_an_engine_takes_both_dtypes_from_the_models_config(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """vLLM's recurrent states have the config's mamba_ssm_dtype."""
+    code, out, _ = run(capsys, "--write-pattern", str(tmp_path / "p.npz"), "--layers", "3", "--tokens", "2",
+                       "--layout", "engine:vllm,pool=LBHNC,tp=8", "--model", "qwen3.5-397b-a17b")  # fmt: skip
+    assert code == 0
+    assert "3.k  float32 [1, 2, 1, 256]" in out

@@ -49,13 +49,26 @@ _ENGINE_NUMBERS = {
 
 
 class _Parser(argparse.ArgumentParser):
-    """Suggests the nearest word for one that does not exist."""
+    """Suggests the nearest word for one that does not exist, and takes the words of a `*` argument after options too."""
+
+    words: str | None = None
+    """Name of the argument that takes any number of words."""
+
+    def parse_known_args(  # type: ignore[override]  # argparse's overloads are for namespaces of other types
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        found, left = super().parse_known_args(args, namespace)
+        if self.words is not None:  # before Python 3.13, argparse gives it none but those before the first option
+            setattr(found, self.words, [*getattr(found, self.words), *(x for x in left if not x.startswith("-"))])
+            left = [x for x in left if x.startswith("-")]
+        return found, left
 
     def error(self, message: str) -> NoReturn:
-        found = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
+        found = re.search(r"(argument COMMAND: )?invalid choice: '([^']*)' \(choose from (.*)\)", message)
         if found:
-            near = difflib.get_close_matches(found[1], re.findall(r"[\w-]+", found[2]), n=1)
-            message = f"no such command: {found[1]!r}" + (f"; did you mean {near[0]!r}?" if near else "")
+            near = difflib.get_close_matches(found[2], re.findall(r"[\w-]+", found[3]), n=1)
+            message = f"no such command: {found[2]!r}" if found[1] else message
+            message += f"; did you mean {near[0]!r}?" if near else ""
         super().error(message)
 
 
@@ -127,32 +140,23 @@ def _serve_arguments(serve: argparse.ArgumentParser) -> None:
 
 
 def _bench_arguments(bench: argparse.ArgumentParser) -> None:
-    bench.add_argument(
-        "what",
-        choices=("accuracy", "calibrate", "conformance", "keygen", "sign"),
-        help="accuracy: next-token agreement and perplexity against no transfer; keygen: make the key of --sign; "
-        "sign: vouch for the record of --record; calibrate: the cost model's constants on this machine; "
-        + cli_conformance.HELP,
+    jobs = bench.add_subparsers(dest="what", metavar="COMMAND", required=True, parser_class=_Parser)
+
+    def job(name: str, text: str) -> _Parser:
+        new: _Parser = jobs.add_parser(name, help=text, description=text)
+        new.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="print JSON")
+        return new
+
+    cli_quality.accuracy_arguments(
+        job("accuracy", "next-token agreement and perplexity against no transfer"), _LAYOUT_HELP
     )
-    cli_cost.calibrate_arguments(bench)
-    cli_conformance.arguments(bench)
-    bench.add_argument(
-        "--model", default="smollm2-135m-instruct", help="the bundled model's name, a folder, or a hub name"
+    cli_cost.calibrate_arguments(job("calibrate", "the cost model's constants on this machine"))
+    conformance = job(
+        "conformance", "every pair of real layouts, or two of yours in both directions, against the reference"
     )
-    bench.add_argument(
-        "--prefill-layout", action="append", metavar="LAYOUT", help=_LAYOUT_HELP + "; may be given several times"
-    )
-    bench.add_argument("--decode-layout", action="append", metavar="LAYOUT", help="as many times as --prefill-layout")
-    bench.add_argument(
-        "--text", metavar="FILE", help="plain text to measure on, documents apart by blank lines; default: shipped"
-    )
-    bench.add_argument(
-        "--prompt-tokens", type=int, default=256, help="tokens of each document that cross, default %(default)s"
-    )
-    bench.add_argument(
-        "--answer-tokens", type=int, default=64, help="teacher-forced tokens after them, default %(default)s"
-    )
-    cli_quality.bench_arguments(bench)
+    conformance.words = cli_conformance.arguments(conformance, _MODEL_HELP)
+    cli_quality.keygen_arguments(job("keygen", "make the key that signs quality records"))
+    cli_quality.sign_arguments(job("sign", "vouch for a quality record"))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -197,12 +201,9 @@ def _pair(options: argparse.Namespace) -> tuple[Layout, Layout]:
 
 
 def _load(text: str, name: str) -> Layout:
-    from regauge.layout.presets import load_layout, load_model, load_model_dtype, load_state_dtype
+    from regauge.layout.presets import load_named
 
-    if text.endswith((".toml", ".json")):  # it says its model itself
-        return load_layout(text, None)
-    model_dtype, ssm_dtype = load_model_dtype(name), load_state_dtype(name)
-    return load_layout(text, load_model(name), model_dtype=model_dtype, ssm_dtype=ssm_dtype)
+    return load_named(text, name)
 
 
 def _check(options: argparse.Namespace) -> int:
@@ -216,7 +217,7 @@ def _explain(options: argparse.Namespace) -> int:
 def _chosen(options: argparse.Namespace) -> Layout:
     """The layout that `regauge layout` is asked for: by its engine's flags, as a file, or as a short form."""
     from regauge.layout.engines import PREFIX, Flags, engine_layout
-    from regauge.layout.presets import from_short, load_model, load_model_dtype, load_state_dtype
+    from regauge.layout.presets import from_short, is_file, load_described, load_model, load_named
     from regauge.layout.spec import Shard
 
     names = ["rank", *(n.replace("-", "_") for n in (*_ENGINE_WORDS, *_ENGINE_NUMBERS))]
@@ -224,15 +225,16 @@ def _chosen(options: argparse.Namespace) -> Layout:
     if options.engine is not None:
         if options.form is not None:
             raise ConfigError(f"give {options.form!r} or --engine, not both")
-        dtypes = {"model_dtype": load_model_dtype(options.model), "ssm_dtype": load_state_dtype(options.model)}
-        return engine_layout(options.engine, load_model(options.model), Flags(**dtypes | given))
+        told = load_described(options.model)
+        dtypes = {"model_dtype": told.dtype, "ssm_dtype": told.state_dtype}
+        return engine_layout(options.engine, told.model, Flags(**dtypes | given))
     own = {"rank", "tp", "pages", "requests"}
     if alien := [n for n in given if n not in own]:
         raise ConfigError(f"{', '.join('--' + n.replace('_', '-') for n in alien)}: needs --engine")
     if options.form is None:
         raise ConfigError("name a layout, or use --list for the shipped models")
-    if options.form.endswith((".toml", ".json")) or options.form.startswith(PREFIX):
-        return _load(options.form, options.model)
+    if is_file(options.form) or options.form.startswith(PREFIX):
+        return load_named(options.form, options.model)
     shard = Shard(given.get("rank", 0), given.get("tp", 1))
     return from_short(options.form, load_model(options.model), shard=shard, pages=given.get("pages", 0),
                       requests=given.get("requests"))  # fmt: skip
@@ -254,7 +256,7 @@ def _layout(options: argparse.Namespace) -> int:
                             "digest": layout.digest()})  # fmt: skip
     sys.stdout.write(files.encode(layout, format="toml").decode())
     print("\n" + "\n".join(f"# {group.text()}" for group in groups))
-    print(f"# {per_token:.0f} bytes per token in all\n# digest {layout.digest()}")
+    print(f"# {per_token} bytes per token in all\n# digest {layout.digest()}")
     return 0
 
 

@@ -24,16 +24,18 @@ def check(options: argparse.Namespace, load: Load) -> int:
     """Say which path two sides take; return the exit code. Raises ConfigError, LayoutError.
 
     A side is one layout, which stands for its tensor- and context-parallel ranks, or a folder with a layout file per rank.
+    Of several pairs of ranks, the one whose path asks most is shown.
     """
+    from regauge.plan.check import worst
+
     prefill, decode = _side(options.prefill, load), _side(options.decode, load)
     pairs, note = _pairs(prefill, decode)
     found = [(c, cli_quality.judge(options, prefill[c.prefill], decode[c.decode])) for c in pairs]
-    refused = [v for _, v in found if v.path == "REFUSED"]
-    first = refused or [v for _, v in found] or [cli_quality.judge(options, prefill[0], decode[0])]
-    verdict = first[0]
-    path = verdict.path
-    if note is not None and verdict.path != "REFUSED":
-        path = "REFUSED" if isinstance(note, Refused) else path
+    verdicts = [v for _, v in found] or [cli_quality.judge(options, prefill[0], decode[0])]
+    path = worst(v.path for v in verdicts)
+    verdict = next(v for v in verdicts if v.path == path)
+    if isinstance(note, Refused):
+        path = "REFUSED"
     reasons = list(note.reasons) if isinstance(note, Refused) else []
     if options.json:
         ranks = [{"prefill": c.prefill, "decode": c.decode, "path": v.path, "heads": _heads(c)} for c, v in found]
@@ -44,7 +46,7 @@ def check(options: argparse.Namespace, load: Load) -> int:
             print(f"  note: ranks are not paired: {note}")
         elif len(prefill) * len(decode) > 1 and found and path != "REFUSED":
             print(f"  ranks: {len(prefill)} prefill, {len(decode)} decode; {len(found)} pairs of them carry something")
-    return 1 if path == "REFUSED" else 0
+    return 1 if path in ("REFUSED", "NONE") else 0
 
 
 def _side(text: str, load: Load) -> list[Layout]:

@@ -15,21 +15,15 @@ if TYPE_CHECKING:
     from regauge.layout.spec import Layout
     from regauge.move.conformance.suite import Outcome
 
-HELP = "conformance: every pair of real layouts, or two of yours in both directions, against the reference"
 
-
-def arguments(bench: argparse.ArgumentParser) -> None:
-    """Add the options of `bench conformance`."""
-    bench.add_argument(
-        "layouts", metavar="LAYOUT", nargs="*", help="conformance: two layouts, instead of the catalogue"
-    )
-    bench.add_argument(
-        "--sample", type=int, metavar="N", help="conformance: so many pairs of the catalogue; default: all"
-    )
-    bench.add_argument(
-        "--seed", type=int, default=0, help="conformance: of the sample and of all bytes, default %(default)s"
-    )
-    bench.add_argument("--processes", type=int, metavar="N", help="conformance: default: one per CPU")
+def arguments(bench: argparse.ArgumentParser, model_help: str) -> str:
+    """Add the options of `bench conformance`; return the name of the argument that takes layouts."""
+    bench.add_argument("layouts", metavar="LAYOUT", nargs="*", help="two layouts, instead of the catalogue")
+    bench.add_argument("--model", default="smollm2-135m-instruct", help=model_help + "; default %(default)s")
+    bench.add_argument("--sample", type=int, metavar="N", help="so many pairs of the catalogue; default: all")
+    bench.add_argument("--seed", type=int, default=0, help="of the sample and of all bytes, default %(default)s")
+    bench.add_argument("--processes", type=int, metavar="N", help="default: one per CPU")
+    return "layouts"
 
 
 def run(options: argparse.Namespace) -> int:
@@ -82,14 +76,14 @@ def _print(outcomes: list[Outcome], missed: list[str], *, two: bool) -> None:
 
 def _ranks(text: str, options: argparse.Namespace) -> list[Layout]:
     """Return the layouts of all ranks of a side: a file's rank stands for those like it."""
-    from regauge.layout.presets import load_layout, load_model, load_model_dtype, load_state_dtype
+    from regauge.layout.presets import is_file, load_described, load_layout
     from regauge.move.conformance.catalogue import all_ranks
     from regauge.plan.ranks import ranks
 
-    if text.endswith((".toml", ".json")):
+    if is_file(text):
         return ranks(load_layout(text, None))
-    model = options.model
-    return all_ranks(text, load_model(model), load_model_dtype(model), load_state_dtype(model))
+    told = load_described(options.model)
+    return all_ranks(text, told.model, told.dtype, told.state_dtype)
 
 
 class _Progress:

@@ -30,13 +30,8 @@ def explain_arguments(explain: argparse.ArgumentParser) -> None:
 
 def calibrate_arguments(bench: argparse.ArgumentParser) -> None:
     """Add what `bench calibrate` takes."""
-    bench.add_argument(
-        "--out", metavar="FILE", help="calibrate: write the constants here, for --cost and transfer.costs"
-    )
-    bench.add_argument(
-        "--threads", type=int,
-        help="calibrate: threads of the kernels, default 1; accuracy: of the model, default one per core",
-    )  # fmt: skip
+    bench.add_argument("--out", metavar="FILE", help="write the constants here, for --cost and transfer.costs")
+    bench.add_argument("--threads", type=int, default=1, help="threads of the kernels, default %(default)s")
 
 
 def explain(options: argparse.Namespace, prefill: Layout, decode: Layout) -> int:
@@ -90,10 +85,9 @@ def calibrate(options: argparse.Namespace) -> int:
     from regauge.move.costs import write
     from regauge.plan import cost
 
-    threads = 1 if options.threads is None else options.threads
-    if not 1 <= threads <= 1024:
-        raise ConfigError(f"--threads {threads}: give a number from 1 to 1024")
-    found = measure(threads=threads, say=lambda what: print(f"measuring {what}", file=sys.stderr, flush=True))
+    if not 1 <= options.threads <= 1024:
+        raise ConfigError(f"--threads {options.threads}: give a number from 1 to 1024")
+    found = measure(threads=options.threads, say=lambda what: print(f"measuring {what}", file=sys.stderr, flush=True))
     if options.out is not None:
         write(Path(options.out), found)
     if options.json:

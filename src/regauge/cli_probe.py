@@ -61,12 +61,9 @@ def run(options: argparse.Namespace) -> tuple[dict[str, Any], str, int]:
 
 
 def _layout(options: argparse.Namespace, text: str | None) -> Layout:
-    from regauge.layout.presets import load_layout, load_model, load_model_dtype, with_pages
+    from regauge.layout.presets import load_named, with_pages
 
-    text = text or f"{options.dtype},page={options.page_size}"
-    from_file = text.endswith((".toml", ".json"))
-    model = None if from_file else load_model(options.model)
-    layout = load_layout(text, model, model_dtype="" if from_file else load_model_dtype(options.model))
+    layout = load_named(text or f"{options.dtype},page={options.page_size}", options.model)
     if not 1 <= options.pages <= 1 << 20:
         raise ConfigError(f"--pages {options.pages}: give a number from 1 to {1 << 20}")
     return with_pages(layout, options.pages * max(g.page_size for g in layout.groups))

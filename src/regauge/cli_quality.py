@@ -21,8 +21,25 @@ _SCALES = ("none", "per-tensor", "per-head", "per-token-head")
 _LIMITS = ("max_kl", "min_agreement", "max_perplexity_ratio", "min_positions")
 
 
-def bench_arguments(bench: argparse.ArgumentParser) -> None:
-    """Add what `bench accuracy`, `keygen` and `sign` take; `--threads` is shared with `bench calibrate`."""
+def accuracy_arguments(bench: argparse.ArgumentParser, layout_help: str) -> None:
+    """Add what `bench accuracy` takes."""
+    bench.add_argument(
+        "--model", default="smollm2-135m-instruct", help="the bundled model's name, a folder, or a hub name"
+    )
+    bench.add_argument(
+        "--prefill-layout", action="append", metavar="LAYOUT", help=layout_help + "; may be given several times"
+    )
+    bench.add_argument("--decode-layout", action="append", metavar="LAYOUT", help="as many times as --prefill-layout")
+    bench.add_argument(
+        "--text", metavar="FILE", help="plain text to measure on, documents apart by blank lines; default: shipped"
+    )
+    bench.add_argument(
+        "--prompt-tokens", type=int, default=256, help="tokens of each document that cross, default %(default)s"
+    )
+    bench.add_argument(
+        "--answer-tokens", type=int, default=64, help="teacher-forced tokens after them, default %(default)s"
+    )
+    bench.add_argument("--threads", type=int, help="of the model, default one per core")
     bench.add_argument("--from", dest="source", metavar="DTYPE", help="dtype of the prefill side, such as bf16")
     bench.add_argument("--to", dest="target", metavar="DTYPE", help="dtype of the decode side, such as fp8_e4m3")
     bench.add_argument(
@@ -33,10 +50,21 @@ def bench_arguments(bench: argparse.ArgumentParser) -> None:
     bench.add_argument("--matrix", action="store_true", help="measure the usual targets, and two deliberate mistakes")
     bench.add_argument("--revision", default="", help="commit or digest of the weights that the record is of")
     bench.add_argument("--record", metavar="FILE", help="write the quality record of the one pair that is measured")
-    bench.add_argument("--sign", metavar="KEY", help="sign the record with this Ed25519 key (see keygen)")
+    bench.add_argument("--sign", metavar="KEY", help="sign the record with this Ed25519 key (see `bench keygen`)")
     bench.add_argument(
         "--layouts", metavar="DIR", help="write the measured pair, calibrated scales included, as prefill.toml and decode.toml"
     )  # fmt: skip
+
+
+def keygen_arguments(bench: argparse.ArgumentParser) -> None:
+    """Add what `bench keygen` takes."""
+    bench.add_argument("--sign", metavar="KEY", help="file of the private key; KEY.pub is the public one")
+
+
+def sign_arguments(bench: argparse.ArgumentParser) -> None:
+    """Add what `bench sign` takes."""
+    bench.add_argument("--record", metavar="FILE", help="the record, which is signed in place")
+    bench.add_argument("--sign", metavar="KEY", help="the Ed25519 key (see `bench keygen`)")
 
 
 def check_arguments(check: argparse.ArgumentParser) -> None:

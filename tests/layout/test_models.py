@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from regauge.errors import PresetError
+from regauge.layout.config import shipped_models
 from regauge.layout.models import (
     attention_model,
     load_model,
     load_model_dtype,
     load_state_dtype,
     model_from_config,
-    shipped_models,
 )
 from regauge.layout.spec import Array, Model, Rope, State
 
@@ -139,13 +139,40 @@ def test_lightning_attention() -> None:
         ({"layer_types": ["full_attention", "mamba"]}, "config.layer_types: layers of 'mamba' .* known are full_attention"),
         ({"layer_types": ["linear_attention"] * 2}, "config.layer_types: the shape of its linear attention"),
         ({"kv_lora_rank": 8, "layer_types": ["sliding_attention"] * 2}, "config.layer_types: .*'sliding_attention'"),
-        ({"kv_lora_rank": 8, "index_head_dim": 8, "index_topk_freq": 0}, "config.index_topk_freq: 0 and 2"),
+        ({"kv_lora_rank": 8, "index_head_dim": 8, "index_topk_freq": 0}, "config.index_topk_freq: expected a positive integer, found 0"),
         ({"kv_lora_rank": 8, "index_head_dim": 8, "indexer_types": ["full"]}, "config.indexer_types: expected one entry"),
         ({"kv_lora_rank": 8, "index_head_dim": 8, "indexer_types": ["shared"] * 2}, "config.indexer_types: no layer"),
         ({"index_kpool": 4}, "config.index_kpool: .* describe the layout in a file"),
         ({"compress_ratios": [0, 4]}, "config.compress_ratios: compressed attention .* describe the layout in a file"),
         ({"attention_chunk_size": 8192}, "config.attention_chunk_size: chunked attention"),
         ({"hybrid_override_pattern": "M-M*"}, "config.hybrid_override_pattern: Mamba layers"),
+        ({"no_rope_layers": 3}, "config.no_rope_layers: expected one entry for each of 2 layers"),
+        ({"no_rope_layers": [1]}, "config.no_rope_layers: expected one entry for each of 2 layers"),
+        ({"no_rope_layers": [1, "no"]}, "config.no_rope_layers: expected 0 or 1 for each layer"),
+        ({"no_rope_layer_interval": "2"}, "config.no_rope_layer_interval: expected a positive integer, found '2'"),
+        ({"rope_theta": "x"}, "config.rope_theta: expected a positive number, found 'x'"),
+        ({"rope_theta": float("nan")}, "config.rope_theta: expected a positive number, found nan"),
+        ({"rope_theta": 10**400}, "config.rope_theta: expected a positive number"),
+        ({"rope_scaling": "yarn"}, "config.rope_scaling: expected an object, found 'yarn'"),
+        ({"rope_parameters": [1]}, r"config.rope_parameters: expected an object, found \[1\]"),
+        ({"rope_parameters": {"rope_theta": "x"}}, "config.rope_parameters.rope_theta: expected a positive number"),
+        ({"rope_parameters": {"full_attention": 1}}, "config.rope_parameters.full_attention: expected an object"),
+        ({"partial_rotary_factor": "x"}, "config.partial_rotary_factor: expected a positive number up to 1, found 'x'"),
+        ({"partial_rotary_factor": 2}, "config.partial_rotary_factor: expected a positive number up to 1, found 2"),
+        ({"rotary_dim": 9}, "config.rotary_dim: expected a positive integer"),
+        ({"rope_interleave": "yes"}, "config.rope_interleave: expected true or false, found 'yes'"),
+        ({"head_dim": "8"}, "config.head_dim: expected a positive integer, found '8'"),
+        ({"hidden_size": 7}, "config.hidden_size: expected an integer from 8 on, found 7"),
+        ({"layer_types": 2}, "config.layer_types: expected one entry for each of 2 layers"),
+        ({"attn_type_list": 2}, "config.attn_type_list: expected one entry"),
+        ({"sliding_window": 8, "use_sliding_window": True, "max_window_layers": "x"}, "config.max_window_layers: expected"),
+        ({"kv_lora_rank": 8, "qk_rope_head_dim": "4"}, "config.qk_rope_head_dim: expected an integer from 0 on, found '4'"),
+        ({"kv_lora_rank": 8, "index_head_dim": 8, "indexer_types": 5}, "config.indexer_types: expected one entry"),
+        ({"kv_lora_rank": 8, "index_head_dim": 8, "index_topk_pattern": "F"}, "config.index_topk_pattern: expected one"),
+        ({"kv_lora_rank": 8, "index_head_dim": 8, "index_skip_topk_offset": "1"}, "config.index_skip_topk_offset: expected"),
+        ({"linear_attn_config": {"kda_layers": 3}}, "config.linear_attn_config.kda_layers: expected a list, found 3"),
+        ({"linear_attn_config": {"kda_layers": [1, 2]}}, "config.linear_attn_config.num_heads: expected a positive integer"),
+        ({"linear_num_value_heads": "x"}, "config.linear_num_key_heads: expected a positive integer"),
         ({"linear_attn_config": [1]}, "config.linear_attn_config: expected an object"),
         ({"linear_attn_config": {"kda_layers": [3]}}, "config.linear_attn_config.kda_layers: there is no layer 3 of 2"),
         ({"linear_attn_config": {"kda_layers": [1]}}, "config.linear_attn_config: layer 2 is in neither"),
@@ -164,6 +191,9 @@ def test_a_folder_a_file_and_a_name(tmp_path: Path) -> None:
     assert load_model(str(folder)).name == "mine"
     (folder / "config.json").write_text("{")
     with pytest.raises(PresetError, match="is not JSON"):
+        load_model(str(folder))
+    (folder / "config.json").write_bytes(b'{"model_type": "\xff"}')
+    with pytest.raises(PresetError, match=r"model: .*config\.json is not JSON: 'utf-8' codec can't decode byte 0xff"):
         load_model(str(folder))
     (folder / "config.json").write_text("[]")
     with pytest.raises(PresetError, match="not a JSON object"):

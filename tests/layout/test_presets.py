@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from regauge.errors import LayoutError
-from regauge.layout.models import attention_model, load_model, model_from_config, shipped_models
-from regauge.layout.presets import from_short, load_layout, with_pages
+from regauge.layout.config import shipped_models
+from regauge.layout.files import encode
+from regauge.layout.models import attention_model, load_model, model_from_config
+from regauge.layout.presets import from_short, load_layout, load_named, with_pages
 from regauge.layout.spec import Array, Shard
 from regauge.layout.view import bytes_per_token, check_memory
 from regauge.plan import check
@@ -125,6 +129,16 @@ def test_a_pool_for_so_many_tokens_and_requests() -> None:
         ("fp8,rule=floor", "rule=floor: choose reciprocal, divide, divide_source"),
         ("bf16,state=fp8", "state=float8_e4m3fn: choose float32, bfloat16, float16"),
         ("bf16,colour=red", "cannot read 'colour=red'"),
+        ("record:inline4,hnd", "hnd: record:inline4 says it of all that m keeps"),
+        ("record:inline4,split", "split: record:inline4 says it"),
+        ("record:inline4,fused,scale=head,rule=divide", "fused: record:inline4 says it"),
+        ("record:inline4,scale=none", "scale=none: record:inline4 says it"),
+        ("bf16,record:inline4,rule=divide", "rule=divide: record:inline4 says it"),
+        ("fp8,rule=divide", "rule=divide: is how codes are scaled: add a scale"),
+        ("fp8,scale=none,rule=divide", "rule=divide: is how codes are scaled"),
+        ("bf16,block=64", "block=64: is the size of scale=block"),
+        ("fp8,scale=token_head,block=64", "block=64: is the size of scale=block"),
+        ("bf16,state=fp16", "state=fp16: m keeps no recurrent state"),
     ],
 )
 def test_a_short_form_that_cannot_be_read_says_which_part(text: str, message: str) -> None:
@@ -137,6 +151,15 @@ def test_k_and_v_of_unlike_size_do_not_share_a_tensor() -> None:
     check_memory(from_short("bf16", unlike, pages=2))
     with pytest.raises(LayoutError, match="cannot share one tensor"):
         from_short("bf16,fused", unlike)
+
+
+def test_what_a_config_says_goes_into_an_engines_layout(tmp_path: Path) -> None:
+    """The model and both dtypes; a file says all that itself."""
+    named = load_named("engine:vllm,pool=LBHNC,tp=8", "qwen3.5-397b-a17b")
+    assert named.groups[0].component("ssm_state").dtype == "float32"
+    assert named.groups[0].component("conv_q").dtype == "bfloat16"
+    (tmp_path / "a.toml").write_bytes(encode(named, format="toml"))
+    assert load_named(str(tmp_path / "a.toml"), "no such model") == named
 
 
 def test_a_form_needs_a_model() -> None:

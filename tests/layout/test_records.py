@@ -7,7 +7,7 @@ import pytest
 
 from regauge.errors import LayoutError, PresetError
 from regauge.layout.presets import attention_model, from_short
-from regauge.layout.records import RECORDS, record_components
+from regauge.layout.records import record_components
 from regauge.layout.spec import Array, Group, Kind, Layout, Model, State
 from regauge.layout.validate import validate
 from regauge.layout.view import bytes_per_token, check_memory
@@ -148,17 +148,3 @@ def test_records_in_short_forms() -> None:
 def test_records_that_a_model_does_not_keep(text: str, message: str) -> None:
     with pytest.raises(LayoutError, match=message):
         from_short(text, SPARSE)
-
-
-def test_every_record_is_here() -> None:
-    assert set(RECORDS) == {
-        "fp8_ds_mla",
-        "dsa_mla",
-        "dsa_index",
-        "v4",
-        "v41",
-        "v41_fp4",
-        "uniform",
-        "inline4",
-        "inline16",
-    }

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from regauge.errors import LayoutError
 from regauge.layout.presets import attention_model, from_short
-from regauge.layout.spec import Array, Component, Group, Layout, Placement, Scale
+from regauge.layout.spec import Array, Component, Group, Layout, Model, Placement, Scale, State
 from regauge.layout.validate import validate
 from regauge.layout.view import bytes_per_token, check_memory, component_view, region_sizes, scale_view
 from strategies import EIGHT_BIT, FLOATS, layouts, models
@@ -39,14 +39,9 @@ def component(order: str, name: str = "k", dtype: str = "bfloat16", **at: object
 def test_offsets_are_those_of_a_dense_array(order: str) -> None:
     sizes = {"layer": 2, "page": 3, "token": 4, "head": 2, "dim": 8}
     axes = order.split()
-    where = np.arange(2 * 3 * 4 * 2 * 8).reshape([sizes[a] for a in axes]) * 2
-    where = where.transpose([axes.index(a) for a in ("layer", "page", "token", "head", "dim")])
-    g = group(component(order))
-    view = component_view(g, g.components[0])
-    base = view.layer_bases((0, 1), (0, 1), {"kv": 0})
-    got = (base[:, None, None, None, None] + np.arange(3)[:, None, None, None] * view.page_stride
-           + view.token[:, None, None] + view.head[:, None] + view.dim)  # fmt: skip
-    assert np.array_equal(got, where)
+    dense = np.arange(2 * 3 * 4 * 2 * 8).reshape([sizes[a] for a in axes]) * 2
+    want = dense.transpose([axes.index(a) for a in ("layer", "page", "token", "head", "dim")])
+    assert np.array_equal(where(group(component(order)), "k"), want)
 
 
 def test_vector_lanes_split_an_axis() -> None:
@@ -111,28 +106,71 @@ def test_strides_that_collide_are_found() -> None:
         check_memory(Layout(MODEL, [group(*both)]))
 
 
-@settings(max_examples=200, deadline=None)
+@pytest.mark.parametrize(
+    ("strides", "pages", "layers"),
+    [
+        ({"page": 64 * 128, "layer": 4 * 128}, 4, "0-31"),  # a layer beyond those of a page comes back into the next
+        ({"layer": 256, "page": 128}, 64, "0-1"),  # page 2 of layer 0 is page 0 of layer 1
+        ({"layer": 128 * 127, "page": 128}, 128, "0-1"),  # the last page alone
+    ],
+)
+def test_layers_and_pages_far_apart_that_collide_are_found(strides: dict[str, int], pages: int, layers: str) -> None:
+    far = component("layer page token head dim", strides=strides)
+    with pytest.raises(LayoutError, match="elements of k overlap"):
+        check_memory(Layout(MODEL, [group(far, pages=pages, layers=layers)]))
+
+
+def test_groups_that_collide_in_a_region_are_found() -> None:
+    model = Model("m", 2, [*MODEL.states, State("window", "0-1", MODEL.states[0].arrays, window=4)])
+    one, size = component("layer page token head dim"), 2 * 3 * 128
+    for offset, region, apart in ((0, "kv", False), (size - 2, "kv", False), (size, "kv", True), (0, "kv1", True)):
+        other = component("layer page token head dim", offset=offset, region=region)
+        layout = Layout(model, [group(one), msgspec.structs.replace(group(other), kind="window")])
+        if apart:
+            assert check_memory(layout) is layout
+        else:
+            with pytest.raises(
+                LayoutError, match=r"groups\[1\]: elements of k of groups\[0\] and k of groups\[1\] overlap"
+            ):
+                check_memory(layout)
+    each = component("page token head dim", region="k.{layer}")
+    with pytest.raises(LayoutError, match=r"overlap in region 'k.1'"):
+        check_memory(Layout(MODEL, [group(each), group(component("page token head dim", region="k.1"), layers="0")]))
+
+
+@settings(max_examples=300, deadline=None)
 @given(data=st.data())
 def test_overlaps_are_those_of_single_bytes(data: st.DataObject) -> None:
-    """K and V with any strides and offset: refused if and only if some byte belongs to two elements."""
-    axes = ["layer", "page", *data.draw(st.permutations(["token", "head", "dim"]))]
+    """K and V of one or two groups with any strides and offset: refused if and only if some byte belongs to two elements."""
     made = []
     for name in ("k", "v"):
+        axes = data.draw(st.permutations(["layer", "page", "token", "head", "dim"]))
         strides = {
-            axis: data.draw(st.sampled_from([2, 16, 24, 32, 128, 256]))
+            axis: data.draw(st.sampled_from([2, 16, 24, 32, 66, 128, 256, 384, 640, 1024]))
             for axis in axes
             if data.draw(st.integers(0, 3)) == 0
         }
-        offset = data.draw(st.sampled_from([0, 2, 16, 128, 256, 100_000]))
+        offset = data.draw(st.sampled_from([0, 1, 2, 16, 128, 256, 100_000]))
         made.append(component(" ".join(axes), name, strides=strides, offset=offset))
-    g = group(*made, pages=2)
-    taken = np.concatenate([(where(g, c.name).ravel()[:, None] + np.arange(2)).ravel() for c in made])
+    apart = data.draw(st.booleans())
+    groups = [group(c, pages=5, layers="0-3") for c in made] if apart else [group(*made, pages=5, layers="0-3")]
+    taken = np.concatenate(
+        [(where(g, c.name).ravel()[:, None] + np.arange(2)).ravel() for g in groups for c in g.components]
+    )
+    found = ""
     try:
-        check_memory(Layout(MODEL, [g]))
-        sound = True
-    except LayoutError:
-        sound = False
-    assert sound == (len(np.unique(taken)) == len(taken))
+        check_memory(Layout(MODEL, groups))
+    except LayoutError as error:
+        found = str(error)
+    assert ("overlap in region" in found, bool(found)) == (len(np.unique(taken)) < len(taken),) * 2
+
+
+def test_strides_that_would_cost_long_to_look_through_are_refused() -> None:
+    """As a peer may send them: factors of unlike primes, whose sums no axis bounds."""
+    at = {"layer": 1_000_003, "page": 999_983, "token": 999_979, "head": 999_961, "dim": 999_959}
+    wide = Component("k", "bfloat16", 64, 64, Placement("layer page token head dim", strides=at))
+    with pytest.raises(LayoutError, match="strides are too intricate to tell whether elements overlap"):
+        check_memory(Layout(MODEL, [Group("attention", "0-99", 64, [wide], 1000)]))
 
 
 def test_a_page_too_large_to_check_is_refused_before_it_costs_memory() -> None:

@@ -90,7 +90,8 @@ def v4_side(record: bool) -> list[Layout]:
     if record:
         made = record_components("v4", state, page_size=64, heads=heads, order="layer page", region="kv")
     else:
-        made = latent_rows(state, "float8_e4m3fn", "divide", "layer page", "kv")
+        scales = dict.fromkeys(heads, Scale("tensor", values=1.0, rule="divide"))
+        made = latent_rows(state, "float8_e4m3fn", scales, "layer page", "kv")
     return [Layout(Model("deepseek-v4", 2, [state]), [Group("latent", "0-1", 64, made)])]
 
 

@@ -15,14 +15,16 @@ Short form, comma-separated, in any order:
 | `record:NAME` | pages of a packed record, for the kind of state that it holds: see `regauge.layout.records` | none |
 | `state=fp32` `bf16` `fp16` | dtype of recurrent states; their convolutions' inputs have the form's dtype, bfloat16 if that is of 8 bits | `fp32` |
 
+A part that would change nothing, such as a rule without a scale, is refused.
+
 Every kind of state that the model keeps gets a group of its own, each array a region of its own unless fused.
 An engine's flags are a form of their own, `engine:sglang,pool=hnd,page=64`: see `regauge.layout.engines`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from math import gcd
 from pathlib import Path
 from typing import get_args
@@ -30,16 +32,18 @@ from typing import get_args
 import msgspec
 
 from regauge.errors import LayoutError
+from regauge.layout.config import shipped_models
 from regauge.layout.dtypes import ALIASES, DTYPES, canonical
 from regauge.layout.engines import PREFIX, from_engine_form
+from regauge.layout.engines.flags import latent_rows, local_heads
 from regauge.layout.files import decode
 from regauge.layout.models import (
     attention_model,
+    load_described,
     load_model,
     load_model_dtype,
     load_state_dtype,
     model_from_config,
-    shipped_models,
 )
 from regauge.layout.records import RECORDS, record_components
 from regauge.layout.spec import Component, Group, Layout, Model, Per, Placement, Rule, Scale, Shard, State
@@ -49,9 +53,12 @@ from regauge.layout.view import check_memory
 __all__ = [
     "attention_model",
     "from_short",
+    "is_file",
+    "load_described",
     "load_layout",
     "load_model",
     "load_model_dtype",
+    "load_named",
     "load_state_dtype",
     "model_from_config",
     "shipped_models",
@@ -80,6 +87,20 @@ class _Form:
     rule: Rule = "reciprocal"
     records: tuple[str, ...] = ()
     state: str = "float32"
+    words: Mapping[str, str] = field(default_factory=dict)
+    """Each part as written, by its field."""
+
+    def unheard(self, model: Model) -> Iterator[tuple[str, str]]:
+        """Yield each part that would change nothing, and why."""
+        if all(any(state.kind in RECORDS[name].kinds for name in self.records) for state in model.states):
+            held = f"{', '.join(_RECORD + name for name in self.records)} says it of all that {model.name} keeps"
+            yield from ((self.words[f], held) for f in ("order", "fused", "per", "block", "rule") if f in self.words)
+        if "rule" in self.words and self.per is None:
+            yield self.words["rule"], "is how codes are scaled: add a scale, such as scale=token_head"
+        if "block" in self.words and self.per != "block":
+            yield self.words["block"], "is the size of scale=block: add it"
+        if "state" in self.words and all(state.kind != "recurrent" for state in model.states):
+            yield self.words["state"], f"{model.name} keeps no recurrent state"
 
 
 def from_short(
@@ -90,6 +111,8 @@ def from_short(
     `requests`: records in the pools of recurrent states; None: as many as `pages`.
     """
     shard, form = shard or Shard(), _parse(text)
+    for word, why in form.unheard(model):
+        raise LayoutError(f"{word}: {why}", path=text)
     groups: list[Group] = []
     taken: set[str] = set()
     for state in model.states:
@@ -105,7 +128,7 @@ def from_short(
 
 
 def _components(form: _Form, state: State, shard: Shard, tag: str) -> list[Component]:
-    heads = {name: len(shard.heads(array.heads)) for name, array in state.arrays.items()}
+    heads = local_heads(state, shard)
     for name in form.records:
         if state.kind in RECORDS[name].kinds:
             region = f"{tag}{{name}}" if RECORDS[name].kinds[0] == "attention" else f"{tag}{state.kind}"
@@ -121,15 +144,16 @@ def _components(form: _Form, state: State, shard: Shard, tag: str) -> list[Compo
         ]
     if form.fused and state.kind != "latent" and len(set(state.arrays.values())) != 1:
         raise LayoutError("K and V of different head dim cannot share one tensor", path="fused")
-    row = sum(array.dim for array in state.arrays.values()) * DTYPES[form.dtype].itemsize
-    components, offset = [], 0
+    if form.fused and state.kind == "latent":
+        scales = {
+            name: _scale(form, "token dim", f"{tag}{name}_scale", array.dim) for name, array in state.arrays.items()
+        }
+        return latent_rows(state, form.dtype, scales, form.outer, f"{tag}latent")
+    components = []
     for index, (name, array) in enumerate(state.arrays.items()):
         page = _PAGE_AXES[form.order][index] if state.kind in ("attention", "window") else "token dim"
         at = Placement(f"{form.outer} {page}", f"{tag}{name}")
-        if form.fused and state.kind == "latent":
-            at = Placement(at.order, f"{tag}latent", offset, {"token": row})
-            offset += array.dim * DTYPES[form.dtype].itemsize
-        elif form.fused and len(state.arrays) > 1:
+        if form.fused and len(state.arrays) > 1:
             at = Placement(f"{form.outer} kv {page}", f"{tag}kv")
         scale = _scale(form, page, f"{tag}{name}_scale", array.dim)
         components.append(Component(name, form.dtype, heads[name], array.dim, at, scale))
@@ -166,23 +190,40 @@ def load_layout(text: str, model: Model | None, *, model_dtype: str = "", ssm_dt
     `model_dtype` is what an engine's `--kv-cache-dtype auto` stands for, `ssm_dtype` what the model's config wants its
     recurrent states in.
 
-    Raises LayoutError that names the file or part, also for a file whose elements overlap, and for a short form without a model.
+    Raises LayoutError that names the file or part, also where elements overlap, and for a short form without a model.
     """
-    path = Path(text)
-    if path.suffix in (".toml", ".json"):
+    if is_file(text):
         try:
-            data = path.read_bytes()
+            data = Path(text).read_bytes()
         except OSError as error:
             raise LayoutError(f"cannot be read: {error.strerror}", path=text) from error
         try:
-            return check_memory(decode(data, format="toml" if path.suffix == ".toml" else "json"))
+            return check_memory(decode(data, format="toml" if text.endswith(".toml") else "json"))
         except LayoutError as error:
             raise LayoutError(str(error), path=text) from error
     if model is None:
         raise LayoutError("is a short form, which needs a model: add --model", path=text)
     if text.startswith(PREFIX):
-        return from_engine_form(text, model, model_dtype=model_dtype, ssm_dtype=ssm_dtype)
-    return from_short(text, model)
+        layout = from_engine_form(text, model, model_dtype=model_dtype, ssm_dtype=ssm_dtype)
+    else:
+        layout = from_short(text, model)
+    return check_memory(layout)
+
+
+def load_named(text: str, source: str) -> Layout:
+    """Return the layout that a user names: a file, which says its model itself, or a form for the model of `source`.
+
+    `source`: a Hugging Face folder, a config.json, or a shipped name. Raises LayoutError, as `load_layout`.
+    """
+    if is_file(text):
+        return load_layout(text, None)
+    told = load_described(source)
+    return load_layout(text, told.model, model_dtype=told.dtype, ssm_dtype=told.state_dtype)
+
+
+def is_file(text: str) -> bool:
+    """Say whether a user's text names a layout file, and not a short form or an engine's flags."""
+    return text.endswith((".toml", ".json"))
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
@@ -201,19 +242,20 @@ _MOST = {"page": 65_536, "block": 65_536}
 
 def _parse(text: str) -> _Form:
     given: dict[str, object] = {}
+    words: dict[str, str] = {}
     records: list[str] = []
     for raw in text.split(","):
         part = raw.strip().lower()
         if part.startswith(_RECORD):
             records.append(_record(part.removeprefix(_RECORD)))
             continue
-        field, value = _read(part, text)
-        if field in given:
-            raise LayoutError(f"{'scale' if field == 'per' else field} is given twice", path=text)
-        given[field] = value
+        name, value = _read(part, text)
+        if name in given:
+            raise LayoutError(f"{'scale' if name == 'per' else name} is given twice", path=text)
+        given[name], words[name] = value, part
     if "dtype" not in given and not records:
         raise LayoutError("a short form names a dtype, such as bf16 or fp8_e4m3", path=text)
-    return msgspec.convert({**given, "records": records}, _Form)
+    return msgspec.convert({**given, "records": records, "words": words}, _Form)
 
 
 def _read(part: str, text: str) -> tuple[str, object]:

@@ -29,24 +29,9 @@ import msgspec
 
 from regauge.errors import PresetError
 from regauge.layout.dtypes import DTYPES, SCALE_DTYPES
-from regauge.layout.spec import Component, Kind, Per, Placement, Rule, Scale, State
+from regauge.layout.spec import Component, Kind, Placement, Rule, Scale, State
 
-FLT_MIN = 2.0**-126
 INDEX_FLOOR = 1e-4 / 448
-
-
-@dataclass(frozen=True, slots=True)
-class Scaling:
-    """How codes of a part are scaled, and where their scales lie. See `spec.Scale`."""
-
-    per: Per
-    offset: int = 0
-    """Bytes from the token's first (of a page with scales apart: the token's first scale) byte to its first scale."""
-    block: int = 0
-    dtype: str = "float32"
-    rule: Rule = "reciprocal"
-    floor: float = FLT_MIN
-    pow2: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +42,16 @@ class Part:
     dim: int
     offset: int = 0
     """Bytes from the token's first byte to the first element."""
-    scale: Scaling | None = None
+    scale: Scale | None = None
+    """How codes are scaled, but not where stored scales lie: that depends on the page."""
+    scale_offset: int = 0
+    """Bytes from the token's first (of a page with scales apart: the token's first scale) byte to its first scale."""
+
+    def scale_at(self, at: Placement) -> Scale | None:
+        """Return the part's scale, stored there if it is stored."""
+        if self.scale is None or self.scale.values is not None:
+            return self.scale
+        return msgspec.structs.replace(self.scale, at=at)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,22 +73,22 @@ def _parts(**parts: Part) -> Mapping[str, Part]:
 
 
 def _mla(rule: Rule) -> Record:
-    latent = Part("float8_e4m3fn", 512, scale=Scaling("block", 512, block=128, rule=rule))
+    latent = Part("float8_e4m3fn", 512, scale=Scale("block", block=128, rule=rule), scale_offset=512)
     return Record(("latent",), _parts(latent=latent, rope=Part("bfloat16", 64, 528)), data=656)
 
 
-def _exponents(block: int) -> Scaling:
-    return Scaling("block", block=block, dtype="float8_e8m0fnu", rule="divide", floor=INDEX_FLOOR, pow2=True)
+def _exponents(block: int) -> Scale:
+    return Scale("block", block=block, dtype="float8_e8m0fnu", rule="divide", floor=INDEX_FLOOR, pow2=True)
 
 
 def _row(padding: int) -> Record:
-    part = Part("float8_e4m3fn", 0, scale=Scaling("token_head", floor=1e-6))
+    part = Part("float8_e4m3fn", 0, scale=Scale("token_head", floor=1e-6))
     return Record(("attention", "window"), _parts(k=part, v=part), data=padding)
 
 
-_INDEX = Scaling("token_head", rule="divide", floor=INDEX_FLOOR, pow2=True)
-_PAIRS = Scaling("block", block=8, dtype="float8_e4m3fn")
-_ONE = Scaling("tensor", rule="divide")
+_INDEX = Scale("token_head", rule="divide", floor=INDEX_FLOOR, pow2=True)
+_PAIRS = Scale("block", block=8, dtype="float8_e4m3fn")
+_ONE = Scale("tensor", values=1.0, rule="divide")
 
 RECORDS: Mapping[str, Record] = MappingProxyType(
     {
@@ -158,22 +152,14 @@ def _component(record: Record, key: str, dim: int, heads: int, page_size: int, o
 def _scale(
     record: Record, part: Part, dim: int, row: int, page_size: int, order: str, codes: Placement
 ) -> Scale | None:
-    scaling = part.scale
-    if scaling is None:
-        return None
-    if scaling.per == "tensor":
-        return Scale("tensor", values=1.0, rule=scaling.rule)
     axes = f"{order} token" if part.dim else f"{order} token head"
-    offset = scaling.offset + (0 if part.dim else dim)
+    offset = part.scale_offset + (0 if part.dim else dim)
     strides = {key: codes.strides[key] for key in codes.strides if key in order.split()}
     if record.scales:
         offset += page_size * record.data
         strides["token"] = record.scales
     else:
         strides |= {"token": row} if part.dim else {"head": row}
-    if scaling.per == "block":
-        axes, strides["dim"] = f"{axes} dim", SCALE_DTYPES[scaling.dtype]
-    at = Placement(axes, codes.region, offset, strides)
-    scale = Scale(scaling.per, at=at, block=scaling.block, dtype=scaling.dtype, rule=scaling.rule, pow2=scaling.pow2)
-    # Left out where it is the default, as a reader of the layout's file would have it.
-    return scale if scaling.floor == scale.floor else msgspec.structs.replace(scale, floor=scaling.floor)
+    if part.scale is not None and part.scale.per == "block":
+        axes, strides["dim"] = f"{axes} dim", SCALE_DTYPES[part.scale.dtype]
+    return part.scale_at(Placement(axes, codes.region, offset, strides))

@@ -268,7 +268,7 @@ def _plain(value: object) -> object:
     return [_plain(x) for x in value] if isinstance(value, list) else value
 
 
-def parse_layers(text: str) -> tuple[int, ...]:
+def parse_layers(text: str, *, path: str = "layers") -> tuple[int, ...]:
     """Parse `"0-29"`, `"0,4,8"`, `"3-63:4"`. Raises LayoutError for anything else, and for a layer named twice."""
     ids: list[int] = []
     for part in text.replace(" ", "").split(","):
@@ -277,14 +277,14 @@ def parse_layers(text: str) -> tuple[int, ...]:
         try:
             start, end, by = int(first), int(last or first), int(step or 1)
         except ValueError:
-            raise LayoutError(f"{text!r} is not a list of layers such as '0-29' or '0,4,8'", path="layers") from None
+            raise LayoutError(f"{text!r} is not a list of layers such as '0-29' or '0,4,8'", path=path) from None
         if start < 0 or end < start or by < 1 or end > MAX_LAYERS:
-            raise LayoutError(f"{part!r} is not an ascending range of layers", path="layers")
+            raise LayoutError(f"{part!r} is not an ascending range of layers", path=path)
         ids.extend(range(start, end + 1, by))
         if len(ids) > MAX_LAYERS + 1:
             break  # one is named twice: a short text must not ask for a long list
     if len(set(ids)) != len(ids):
-        raise LayoutError(f"{text!r} names a layer twice", path="layers")
+        raise LayoutError(f"{text!r} names a layer twice", path=path)
     return tuple(ids)
 
 

@@ -75,10 +75,7 @@ def _validate_shard(shard: Shard) -> None:
 
 
 def _layers(text: str, num_layers: int, path: str) -> tuple[int, ...]:
-    try:
-        ids = parse_layers(text)
-    except LayoutError as error:
-        raise LayoutError(str(error), path=path) from None
+    ids = parse_layers(text, path=f"{path}.layers")
     if max(ids) >= num_layers:
         raise LayoutError(f"layer {max(ids)} of a model with {num_layers}", path=f"{path}.layers")
     return ids
@@ -181,10 +178,12 @@ def _validate_scale(scale: Scale, group: Group, component: Component, path: str)
         )
         if scale.per == "token_head" and "dim" in scale.at.order:
             raise LayoutError("a scale per token_head has no dim axis", path=f"{path}.at.order")
-    elif scale.per in ("token_head", "block") or scale.dtype != "float32":
+    elif scale.per in ("token_head", "block"):
         raise LayoutError(
             f"scales per {scale.per} change with every token: say where they are stored", path=f"{path}.at"
         )
+    elif scale.dtype != "float32":
+        raise LayoutError(f"{scale.dtype} is of stored scales: constant ones are float32", path=f"{path}.dtype")
     else:
         scale_table(scale, len(group.layer_ids), component.heads, path=path)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,11 +10,12 @@ import numpy.typing as npt
 
 from regauge.errors import LayoutError
 from regauge.layout.dtypes import DTYPES, SCALE_DTYPES
+from regauge.layout.overlaps import Box, Search
 from regauge.layout.spec import Component, Group, Layout, Placement, parse_order, required_axes
 
 Int64 = npt.NDArray[np.int64]
 MAX_CHECKED = 1 << 22
-"""Elements of one component in one page that `check_memory` looks at: 4,096 tokens of 8 heads of 128."""
+"""Most elements of one component in one page: 4,096 tokens of 8 heads of 128."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,7 +76,24 @@ def scale_view(group: Group, component: Component) -> View:
     return _view(group, scale.at, component, SCALE_DTYPES[scale.dtype], scale.blocks(component.dim))
 
 
-def _view(group: Group, at: Placement, component: Component, itemsize: int, dim: int) -> View:
+@dataclass(frozen=True, slots=True)
+class _Axis:
+    """An axis as written in an order. `inner`: size of the inner part of a split axis; None: a whole axis or an outer part."""
+
+    name: str
+    inner: int | None
+    size: int
+    stride: int
+    outer: int
+    """Indices of the whole axis that one index of this part stands for."""
+
+    def offsets(self, whole: int) -> Int64:
+        """Return what the axis adds to the offset of each of `whole` indices."""
+        return np.arange(whole) // self.outer % self.size * self.stride
+
+
+def _axes(group: Group, at: Placement, component: Component, itemsize: int, dim: int) -> list[_Axis]:
+    """Return the axes of an array, outermost first."""
     axes = parse_order(at.order, required=required_axes(group.kind))
     whole = {
         "layer": len(group.layer_ids),
@@ -85,44 +103,70 @@ def _view(group: Group, at: Placement, component: Component, itemsize: int, dim:
         "head": component.heads,
         "dim": dim,
     }
-    sizes = []
-    for name, inner in axes:
+    out: list[_Axis] = []
+    step = itemsize
+    for name, inner in reversed(axes):
         split = next((n for a, n in axes if a == name and n is not None), 1)
         if whole[name] % split:
             raise LayoutError(f"{name} of size {whole[name]} cannot be split by {split}", path=at.order)
-        sizes.append(inner if inner is not None else whole[name] // split)
-    strides = [0] * len(axes)
-    step = itemsize
-    for i in reversed(range(len(axes))):
-        name, inner = axes[i]
-        strides[i] = at.strides.get(name if inner is None else f"{name}:{inner}", step)
-        step = strides[i] * sizes[i]
-    offsets = {name: np.zeros(whole[name], np.int64) for name in ("token", "head", "dim")}
-    for (name, inner), stride in zip(axes, strides, strict=True):
-        if name in offsets:
-            index = np.arange(whole[name])
-            split = next((n for a, n in axes if a == name and n is not None), 1)
-            offsets[name] += (index % split if inner is not None else index // split) * stride
-    by_name = {name: stride for (name, inner), stride in zip(axes, strides, strict=True) if inner is None}
-    before = [name for name, _ in axes[: [a for a, _ in axes].index("page")]]
-    outside = tuple(n for n in before if n in offsets and whole[n] > 1)
-    kv_index = _kv_index(group, component) if "kv" in by_name and at is component.at else 0
+        size = inner if inner is not None else whole[name] // split
+        stride = at.strides.get(name if inner is None else f"{name}:{inner}", step)
+        out.append(_Axis(name, inner, size, stride, 1 if inner is not None else split))
+        step = stride * size
+    return out[::-1]
+
+
+def _offset(group: Group, at: Placement, component: Component, axes: list[_Axis]) -> int:
+    """Return the offset of the first element, past the components that come before it along `kv`."""
+    kv = next((axis.stride for axis in axes if axis.name == "kv"), 0) if at is component.at else 0
+    return at.offset + (_kv_index(group, component) * kv if kv else 0)
+
+
+def _view(group: Group, at: Placement, component: Component, itemsize: int, dim: int) -> View:
+    axes = _axes(group, at, component, itemsize, dim)
+    sizes = {"token": group.page_size, "head": component.heads, "dim": dim}
+    offsets = {name: np.zeros(size, np.int64) for name, size in sizes.items()}
+    for axis in axes:
+        if axis.name in offsets:
+            offsets[axis.name] += axis.offsets(sizes[axis.name])
+    stride = {axis.name: axis.stride for axis in axes if axis.inner is None}
+    before = [axis.name for axis in axes[: [axis.name for axis in axes].index("page")]]
     return View(
         itemsize=itemsize,
         region=at.region,
-        offset=at.offset + kv_index * by_name.get("kv", 0),
-        layer_stride=by_name.get("layer", 0),
-        page_stride=by_name["page"],
+        offset=_offset(group, at, component, axes),
+        layer_stride=stride.get("layer", 0),
+        page_stride=stride["page"],
         token=offsets["token"],
         head=offsets["head"],
         dim=offsets["dim"],
-        outside=outside,
+        outside=tuple(name for name in before if sizes.get(name, 1) > 1),
     )
 
 
 def _kv_index(group: Group, component: Component) -> int:
     sharing = [c.name for c in group.components if "kv" in c.at.order.split()]
     return sharing.index(component.name)
+
+
+def array_views(group: Group, component: Component) -> list[tuple[str, View]]:
+    """Return the views of a component's elements and, if it stores them, of its scales, by what a person calls them."""
+    arrays = [(component.name, component_view(group, component))]
+    if component.scale is not None and component.scale.at is not None:
+        arrays.append((f"scale of {component.name}", scale_view(group, component)))
+    return arrays
+
+
+def page_runs(view: View) -> tuple[Int64, int]:
+    """Return the offsets of the runs of bytes of a page, int64[n], and their length: axes that lie densely inside each other are one."""
+    starts, size = np.zeros(1, np.int64), view.itemsize
+    tables = [table for table in (view.dim, view.head, view.token) if len(table) > 1]
+    for table in sorted(tables, key=lambda table: int(table[1] - table[0])):
+        if len(starts) == 1 and np.array_equal(table, np.arange(len(table)) * size):
+            size *= len(table)
+        else:
+            starts = (starts[:, None] + table[None, :]).ravel()
+    return starts, size
 
 
 def region_sizes(layout: Layout) -> dict[str, int]:
@@ -141,12 +185,12 @@ def region_sizes(layout: Layout) -> dict[str, int]:
     return sizes
 
 
-def bytes_per_token(layout: Layout) -> float:
+def bytes_per_token(layout: Layout) -> int:
     """Return the bytes that one token takes in all layers of this rank: elements and stored scales, without padding.
 
     Recurrent groups, whose bytes do not grow with the tokens, do not count.
     """
-    total = 0.0
+    total = 0
     for group in layout.groups:
         for c in group.components if group.kind != "recurrent" else ():
             total += len(group.layer_ids) * element_bytes(c)
@@ -161,59 +205,56 @@ def element_bytes(component: Component) -> int:
 
 
 def check_memory(layout: Layout) -> Layout:
-    """Return the layout itself if no two elements share a byte.
+    """Return the layout itself if no two elements, of whichever groups, share a byte.
 
-    Looks at every byte of the first two pages of the first two layers of each group; strides that collide, collide there.
     Raises LayoutError that names the two arrays, or a page of more than MAX_CHECKED elements: a peer's layout must not cost
-    arbitrary memory.
+    arbitrary memory; nor arbitrary time, see `overlaps.MAX_STEPS`. A symbolic layout is checked as if it had one page.
     """
+    taken: dict[str, list[_Taken]] = {}
     for index, group in enumerate(layout.groups):
         largest = max(group.page_size * c.heads * c.dim for c in group.components)
         if largest > MAX_CHECKED:
             raise LayoutError(
                 f"a page of {largest} elements; at most {MAX_CHECKED} are checked", path=f"groups[{index}]"
             )
-        taken: dict[str, list[tuple[str, Int64, Int64]]] = {}
-        for component in group.components:
-            for name, view in array_views(group, component):
-                for region, (starts, size) in _sample(group, view).items():
-                    taken.setdefault(region, []).append((name, starts, starts + size))
-        for region, arrays in taken.items():
-            first, end = (np.concatenate([array[i] for array in arrays]) for i in (1, 2))
-            order = np.argsort(first, kind="stable")
-            if (first[order][1:] < np.maximum.accumulate(end[order])[:-1]).any():
-                names = " and ".join(sorted({name for name, _, _ in arrays}))
-                raise LayoutError(f"elements of {names} overlap in region {region!r}", path=f"groups[{index}]")
+        for array in (x for c in group.components for x in _taken(index, group, c)):
+            names = [array.region.replace("{layer}", str(layer)) for layer in group.layer_ids]
+            for name in dict.fromkeys(names):
+                taken.setdefault(name, []).append(array)
+    search = Search()
+    # The regions of layers that lie alike hold the same arrays: they are looked at once.
+    for arrays, region in {tuple(map(id, arrays)): (arrays, region) for region, arrays in taken.items()}.values():
+        for i, one in enumerate(arrays):
+            if search.within(one.box):
+                raise one.overlap(one, region)
+            for other in arrays[:i]:
+                if search.between(other.box, one.box):
+                    raise one.overlap(other, region)
     return layout
 
 
-def array_views(group: Group, component: Component) -> list[tuple[str, View]]:
-    """Return the views of a component's elements and, if it stores them, of its scales, by what a person calls them."""
-    arrays = [(component.name, component_view(group, component))]
-    if component.scale is not None and component.scale.at is not None:
-        arrays.append((f"scale of {component.name}", scale_view(group, component)))
-    return arrays
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """The memory of one array: of all its layers, or of one where each has a region of its own."""
+
+    name: str
+    group: int
+    region: str
+    box: Box
+
+    def overlap(self, other: _Taken, region: str) -> LayoutError:
+        near = self.group == other.group
+        names = sorted({x.name if near else f"{x.name} of groups[{x.group}]" for x in (self, other)})
+        return LayoutError(
+            f"elements of {' and '.join(names)} overlap in region {region!r}", path=f"groups[{self.group}]"
+        )
 
 
-def _sample(group: Group, view: View) -> dict[str, tuple[Int64, int]]:
-    """Return where runs of bytes of the first pages and layers begin, and how long they are, by region."""
-    inner, size = page_runs(view)
-    pages = np.arange(min(2, max(group.pages, 1))) * view.page_stride
-    out: dict[str, list[Int64]] = {}
-    for i, layer in enumerate(group.layer_ids[:2]):
-        region = view.region.replace("{layer}", str(layer))
-        starts = view.offset + i * view.layer_stride + (pages[:, None] + inner[None, :]).ravel()
-        out.setdefault(region, []).append(starts)
-    return {region: (np.concatenate(parts), size) for region, parts in out.items()}
-
-
-def page_runs(view: View) -> tuple[Int64, int]:
-    """Return the offsets of the runs of bytes of a page, int64[n], and their length: axes that lie densely inside each other are one."""
-    starts, size = np.zeros(1, np.int64), view.itemsize
-    tables = [table for table in (view.dim, view.head, view.token) if len(table) > 1]
-    for table in sorted(tables, key=lambda table: int(table[1] - table[0])):
-        if len(starts) == 1 and np.array_equal(table, np.arange(len(table)) * size):
-            size *= len(table)
-        else:
-            starts = (starts[:, None] + table[None, :]).ravel()
-    return starts, size
+def _taken(index: int, group: Group, component: Component) -> Iterator[_Taken]:
+    arrays = [(component.name, component.at, DTYPES[component.dtype].itemsize, component.dim)]
+    if (scale := component.scale) is not None and scale.at is not None:
+        arrays.append((f"scale of {component.name}", scale.at, SCALE_DTYPES[scale.dtype], scale.blocks(component.dim)))
+    for name, at, itemsize, dim in arrays:
+        axes = _axes(group, at, component, itemsize, dim)
+        mine = [(axis.stride, axis.size) for axis in axes if axis.name != "kv"]
+        yield _Taken(name, index, at.region, Box.of(_offset(group, at, component, axes), itemsize, mine))

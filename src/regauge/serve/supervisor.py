@@ -29,7 +29,7 @@ from regauge.engines.local.prepare import prepare
 from regauge.engines.local.weights import weights_digest
 from regauge.errors import ConfigError, EngineError, Refused
 from regauge.layout import files
-from regauge.layout.presets import load_layout, load_model, load_model_dtype, with_pages
+from regauge.layout.presets import load_model, load_named, with_pages
 from regauge.layout.spec import Layout
 from regauge.plan import Verdict, check
 from regauge.serve import wire
@@ -90,9 +90,9 @@ def plan_deployment(config: ServeConfig, say: Say) -> Deployment:
     """Find the model, build both layouts, and judge the pair. Raises Refused, LayoutError, EngineError, ConfigError."""
     listen(config.host, config.port).close()
     folder = prepare(config.model, cache_dir(), say)
-    model, dtype = load_model(str(folder)), load_model_dtype(str(folder))
+    model = load_model(str(folder))
     layouts = [
-        with_pages(load_layout(text, model, model_dtype=dtype), engine.pool_tokens)
+        with_pages(load_named(text, str(folder)), engine.pool_tokens)
         for text, engine in ((config.prefill_layout, config.prefill), (config.decode_layout, config.decode))
     ]
     gate, verdict = from_config(config.quality), check(*layouts)

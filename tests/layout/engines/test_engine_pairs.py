@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from test_sglang_pools import DENSE, KIMI, QWEN, SPARSE
 
 from regauge.layout.engines import Flags, engine_layout
-from regauge.layout.models import model_from_config
 from regauge.layout.spec import Layout, Model
 from regauge.move import kernels
 from regauge.plan import check, compile, instantiate
 from regauge.plan.reference import transfer
 from strategies import Pool, assert_same
+from tensors import DENSE, KIMI, QWEN, SPARSE, WINDOW
 
-WINDOW = model_from_config(
-    {"num_hidden_layers": 7, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "rope_theta": 1e4,
-     "sliding_window": 8, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2
-     + ["sliding_attention"]}, name="window")  # fmt: skip
 CASES = [
     (DENSE, {"page_size": 4}, {"page_size": 16}),
     (DENSE, {"pool": "page_first", "page_size": 4}, {"pool": "BLNHC", "page_size": 16}),

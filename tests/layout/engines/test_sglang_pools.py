@@ -7,25 +7,15 @@ import pytest
 
 from regauge.errors import PresetError
 from regauge.layout.engines import Flags, engine_layout
-from regauge.layout.models import load_model, model_from_config
+from regauge.layout.engines.sglang import POOLS
+from regauge.layout.models import load_model
 from regauge.layout.spec import Array, Layout, Model, State
 from regauge.layout.summary import summarize
 from regauge.layout.view import bytes_per_token, check_memory
 from regauge.plan import check
-from tensors import counted, regions, where, where_scales
+from tensors import DENSE, KIMI, QWEN, SPARSE, UNROTATED, counted, regions, where, where_scales
 
 PAGES, REQUESTS = 3, 2
-MLA = {"num_hidden_layers": 2, "num_attention_heads": 8, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "rope_theta": 1e4}
-SPARSE = model_from_config({**MLA, "num_hidden_layers": 4, "index_head_dim": 128, "index_topk_freq": 2}, name="sparse")
-DENSE = model_from_config(MLA, name="dense")
-QWEN = model_from_config(
-    {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "rope_theta": 1e4,
-     "linear_num_key_heads": 2, "linear_key_head_dim": 4, "linear_num_value_heads": 4, "linear_value_head_dim": 8,
-     "linear_conv_kernel_dim": 4}, name="qwen")  # fmt: skip
-KIMI = model_from_config(
-    {"num_hidden_layers": 4, "num_attention_heads": 4, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "mla_use_nope": True,
-     "linear_attn_config": {"full_attn_layers": [4], "kda_layers": [1, 2, 3], "num_heads": 4, "head_dim": 8,
-                            "short_conv_kernel_size": 4}}, name="kimi")  # fmt: skip
 
 
 def make(model: Model, **more: object) -> Layout:
@@ -158,11 +148,18 @@ def test_states_of_kimi_delta_attention() -> None:
     assert group.component("ssm_state").dtype == "bfloat16"
 
 
+@pytest.mark.parametrize("pool", ["nhd", "hnd", "vectorized_5d"])
+def test_layers_of_one_kind_that_keep_unlike_states_have_tensors_of_their_own(pool: str) -> None:
+    assert [g.layers for g in check_memory(make(UNROTATED, pool=pool, platform="gfx95x")).groups] == ["0-2", "3"]
+
+
 def test_tokens_shared_among_ranks() -> None:
     layout = make(DENSE, tp=4, rank=3, cp=2)
     assert (layout.shard.tp_rank, layout.shard.tp_size, layout.shard.cp_rank, layout.shard.cp_size) == (1, 2, 1, 2)
 
 
+NO_DELTA_NET = Model("m", 2, [State("attention", "0", {"k": Array(2, 8), "v": Array(2, 8)}),
+                              State("recurrent", "1", {"conv_q": Array(2, 6), "ssm_state": Array(2, 16)})])  # fmt: skip
 LIGHTNING = Model("m", 1, [State("recurrent", "0", {"ssm_state": Array(2, 16)})])
 
 
@@ -177,7 +174,14 @@ LIGHTNING = Model("m", 1, [State("recurrent", "0", {"ssm_state": Array(2, 16)})]
         (QWEN, {"pool": "page_first"}, "^pool: .* window and recurrent states is not known"),
         (QWEN, {"platform": "cpu"}, "^platform: on CPU, AMX"),
         (QWEN, {"ssm_dtype": "fp8"}, "^ssm-dtype: 'fp8': choose float32"),
-        (load_model("gpt-oss-20b"), {"pool": "vectorized_5d"}, "^pool: .* window layers is not known"),
+        (load_model("gpt-oss-20b"), {"pool": "vectorized_5d"}, "^pool: .* window and recurrent states is not known"),
+        (QWEN, {"pool": "vectorized_5d", "platform": "gfx95x"}, "^pool: .* window and recurrent states is not known"),
+        *(
+            (UNROTATED, {"pool": name}, f"^pool: layers of one kind that keep unlike states share one tensor in {name}")
+            for name, pool in POOLS.items()
+            if pool.host
+        ),
+        (NO_DELTA_NET, {}, "a delta net also keeps conv_v; other recurrent states have no preset"),
         (LIGHTNING, {}, "^model: .* no pool for this linear attention: describe it in a file"),
     ],
 )

@@ -12,20 +12,11 @@ from regauge.layout.spec import Array, Layout, Model, State
 from regauge.layout.summary import summarize
 from regauge.layout.view import check_memory
 from regauge.plan import check
-from tensors import counted, regions, where, where_scales
+from tensors import DENSE, GATED, MLA, WINDOW, counted, regions, where, where_scales
 
 PAGES = 3
-MLA = {"num_hidden_layers": 2, "num_attention_heads": 8, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "rope_theta": 1e4}
-DENSE = model_from_config(MLA, name="dense")
 SPARSE = model_from_config({**MLA, "index_head_dim": 128}, name="sparse")
-WINDOW = model_from_config(
-    {"num_hidden_layers": 7, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "rope_theta": 1e4,
-     "sliding_window": 8, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2
-     + ["sliding_attention"]}, name="window")  # fmt: skip
-QWEN = model_from_config(
-    {"num_hidden_layers": 8, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "rope_theta": 1e4,
-     "linear_num_key_heads": 2, "linear_key_head_dim": 4, "linear_num_value_heads": 4, "linear_value_head_dim": 8,
-     "linear_conv_kernel_dim": 4}, name="qwen")  # fmt: skip
+QWEN = model_from_config({**GATED, "num_hidden_layers": 8}, name="qwen")
 
 
 def make(model: Model, **more: object) -> Layout:

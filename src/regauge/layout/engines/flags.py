@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from math import isqrt
 from typing import Literal
+
+import msgspec
 
 from regauge.errors import PresetError
 from regauge.layout.dtypes import DTYPES, canonical
@@ -100,15 +102,48 @@ def constant_scale(dtype: str, rule: Rule) -> Scale | None:
     return Scale("tensor", values=1.0, rule=rule) if DTYPES[dtype].itemsize == 1 else None
 
 
-def latent_rows(state: State, dtype: str, rule: Rule, order: str, region: str) -> list[Component]:
+def latent_rows(
+    state: State, dtype: str, scales: Mapping[str, Scale | None], order: str, region: str
+) -> list[Component]:
     """Return latent and rotated part side by side in one row per token. `order`: axes outside the page's own."""
     item, offset, components = DTYPES[dtype].itemsize, 0, []
     row = sum(array.dim for array in state.arrays.values()) * item
     for name, array in state.arrays.items():
         at = Placement(f"{order} token dim", region, offset, {"token": row})
-        components.append(Component(name, dtype, 1, array.dim, at, constant_scale(dtype, rule)))
+        components.append(Component(name, dtype, 1, array.dim, at, scales[name]))
         offset += array.dim * item
     return components
+
+
+def convolutions(
+    state: State, shard: Shard, dtype: str, order: str, region: str, *, past_first: bool
+) -> tuple[list[Component], int]:
+    """Return the inputs that a delta net's convolutions keep, q, k, v side by side, and the bytes of a request.
+
+    As (past, channels) with `past_first`, a head's channels being neighbours and its past inputs a row apart; else as
+    (channels, past). `order`: axes outside a request's own. Raises PresetError for a recurrent state that is no delta net.
+    """
+    heads, past, item = local_heads(state, shard), past_inputs(state), DTYPES[dtype].itemsize
+    sizes = {name: array.dim for name, array in state.arrays.items() if name != "ssm_state"}
+    nbytes = sum(heads[name] * dim for name, dim in sizes.items()) * item
+    offset, components = 0, []
+    for name, dim in sizes.items():
+        axes, strides = "head dim", {"page": nbytes}
+        if past_first:
+            axes = f"head dim dim:{past}"
+            strides |= {"head": dim // past * item, "dim": item, f"dim:{past}": nbytes // past}
+        at = Placement(f"{order} {axes}", region, offset, strides)
+        components.append(Component(name, dtype, heads[name], dim, at))
+        offset += heads[name] * (dim // past if past_first else dim) * item
+    return components, nbytes
+
+
+def placed(component: Component, place: Callable[[Placement], Placement]) -> Component:
+    """Return a component whose elements and stored scales lie where `place` says of where they lay."""
+    scale = component.scale
+    if scale is not None and scale.at is not None:
+        scale = msgspec.structs.replace(scale, at=place(scale.at))
+    return msgspec.structs.replace(component, at=place(component.at), scale=scale)
 
 
 def packed(model: Model, flags: Flags, dtype: str, *, default: bool) -> bool:

@@ -46,12 +46,13 @@ from regauge.layout.engines.flags import (
     IN_A_FILE,
     Flags,
     constant_scale,
+    convolutions,
     is_kimi,
     latent_rows,
     local_heads,
     packed,
     page_size,
-    past_inputs,
+    placed,
     unknown,
 )
 from regauge.layout.records import record_components
@@ -98,15 +99,16 @@ def build(model: Model, flags: Flags) -> Layout:
     if name not in POOLS:
         raise unknown("pool", name, POOLS)
     pool, kinds = POOLS[name], {state.kind for state in model.states}
-    if pool.host and kinds & {"window", "recurrent"}:
+    if (pool.host or pool.lanes) and kinds & {"window", "recurrent"}:
         raise PresetError(
             f"how {name} lays out window and recurrent states is not known here: {IN_A_FILE}", path="pool"
         )
+    if pool.host and len(kinds) < len(model.states):
+        raise PresetError(f"layers of one kind that keep unlike states share one tensor in {name}, in which they cannot be told "
+                          f"apart: {IN_A_FILE}, or choose nhd or hnd", path="pool")  # fmt: skip
     if not pool.latent and "latent" in kinds:
         raise PresetError(f"latents do not lie in {name}; choose {', '.join(n for n, p in POOLS.items() if p.latent)}",
                           path="pool")  # fmt: skip
-    if pool.lanes and "window" in kinds:
-        raise PresetError(f"how {name} lays out window layers is not known here: {IN_A_FILE}", path="pool")
     if flags.cp > 1 and kinds != {"latent"}:
         raise PresetError("SGLang shares tokens among ranks for MLA without an indexer only", path="cp")
     if flags.cp > 1 and flags.stripe != 1:
@@ -199,7 +201,8 @@ class _Rank:
             heads = local_heads(state, self.shard)
             made = record_components("dsa_mla", state, page_size=size, heads=heads, order=order, region=region)
         else:
-            made = latent_rows(state, self.dtype, "divide_source", order, region)
+            scale = constant_scale(self.dtype, "divide_source")
+            made = latent_rows(state, self.dtype, dict.fromkeys(state.arrays, scale), order, region)
         return [_token_first(c, layers) for c in made] if token_first else made
 
     def _indexer(self, state: State, size: int, layers: int) -> list[Component]:
@@ -226,30 +229,10 @@ class _Rank:
             raise PresetError(f"SGLang 0.5.23 has no pool for this linear attention: {IN_A_FILE}", path="model")
         if self.flags.platform == "cpu":
             raise PresetError(f"on CPU, AMX builds pack these states otherwise: {IN_A_FILE}", path="platform")
-        heads = local_heads(state, self.shard)
-        item, offset, components = DTYPES["bfloat16"].itemsize, 0, []
-        kimi, past = is_kimi(self.model), past_inputs(state)
-        names = [name for name in state.arrays if name != "ssm_state"]
-        channels = {name: state.arrays[name].dim // past for name in names}
-        whole = sum(heads[name] * channels[name] for name in names)
-        for name in names:
-            size = state.arrays[name].dim
-            if kimi:  # (kernel - 1, channels): a head's channels are neighbours, its past inputs a row apart
-                strides = {
-                    "page": past * whole * item,
-                    "head": channels[name] * item,
-                    "dim": item,
-                    f"dim:{past}": whole * item,
-                }
-                at = Placement(f"layer page head dim dim:{past}", "conv", offset * item, strides)
-                offset += heads[name] * channels[name]
-            else:
-                at = Placement("layer page head dim", "conv", offset * item, {"page": past * whole * item})
-                offset += heads[name] * size
-            components.append(Component(name, "bfloat16", heads[name], size, at))
-        dtype = self.flags.state_dtype("float32")
+        made, _ = convolutions(state, self.shard, "bfloat16", "layer page", "conv", past_first=is_kimi(self.model))
+        heads, dtype = local_heads(state, self.shard), self.flags.state_dtype("float32")
         at = Placement("layer page head dim", "temporal")
-        return [*components, Component("ssm_state", dtype, heads["ssm_state"], state.arrays["ssm_state"].dim, at)]
+        return [*made, Component("ssm_state", dtype, heads["ssm_state"], state.arrays["ssm_state"].dim, at)]
 
 
 def _token_first(component: Component, layers: int) -> Component:
@@ -261,7 +244,4 @@ def _token_first(component: Component, layers: int) -> Component:
         order = at.order.replace("layer token", "token layer")
         return msgspec.structs.replace(at, order=order, strides=strides)
 
-    scale = component.scale
-    if scale is not None and scale.at is not None:
-        scale = msgspec.structs.replace(scale, at=moved(scale.at))
-    return msgspec.structs.replace(component, at=moved(component.at), scale=scale)
+    return placed(component, moved)

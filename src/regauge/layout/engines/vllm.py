@@ -50,16 +50,17 @@ from regauge.layout.engines.flags import (
     IN_A_FILE,
     Flags,
     constant_scale,
+    convolutions,
     is_kimi,
     latent_rows,
     local_heads,
     packed,
     page_size,
-    past_inputs,
+    placed,
     unknown,
 )
-from regauge.layout.records import record_components
-from regauge.layout.spec import Component, Group, Kind, Layout, Model, Placement, Scale, Shard, State, format_layers
+from regauge.layout.records import RECORDS, record_components
+from regauge.layout.spec import Component, Group, Kind, Layout, Model, Placement, Shard, State, format_layers
 from regauge.layout.validate import validate
 
 
@@ -246,11 +247,13 @@ class _Rank:
                               "record=packed or record=raw", path="record")  # fmt: skip
         if packed(self.model, self.flags, self.dtype, default=named):
             return record_components("fp8_ds_mla", state, page_size=size, heads=heads, order=order, region=region)
-        return latent_rows(state, self.dtype, "divide", order, region)
+        scales = dict.fromkeys(state.arrays, constant_scale(self.dtype, "divide"))
+        return latent_rows(state, self.dtype, scales, order, region)
 
     def _inline(self, index: int, heads: int, dim: int, page: int, region: str) -> Component:
         """A component whose rows end in their scale: it has no kv axis, its offset says which half it belongs to."""
-        row, order = dim + 4, (self.pool.k, self.pool.v)[index]
+        record, order = RECORDS["inline4"], (self.pool.k, self.pool.v)[index]
+        row = dim + record.data
         axes = [axis for axis in order.split() if axis not in ("kv", "dim")]
         if self.name == "B2NHC":
             half, codes = page * heads * row, {"head": row}
@@ -259,8 +262,9 @@ class _Rank:
             half, codes = row, {"kv": row}
             strides = {axes[-1]: 2 * row}
         at = Placement(" ".join(axes), region, index * half + dim, strides)
-        scale = Scale("token_head", at=at, rule="reciprocal", floor=1e-6)
-        return Component("kv"[index], self.dtype, heads, dim, Placement(order, region, strides=codes), scale)
+        name = "kv"[index]
+        scale = record.parts[name].scale_at(at)
+        return Component(name, self.dtype, heads, dim, Placement(order, region, strides=codes), scale)
 
     # -- layers of several kinds ---------------------------------------------------------------------------------------
 
@@ -334,29 +338,15 @@ class _Rank:
         return {**dict.fromkeys(state.arrays, self.flags.computes_in()), "ssm_state": self.flags.state_dtype("float32")}
 
     def _recurrent(self, state: State, region: str) -> list[Component]:
-        heads, dtypes, past = local_heads(state, self.shard), self._state_dtypes(state), past_inputs(state)
-        names = [name for name in state.arrays if name != "ssm_state"]
-        item, channels = DTYPES[dtypes["conv_q"]].itemsize, {name: state.arrays[name].dim // past for name in names}
-        whole = sum(heads[name] * channels[name] for name in names)
-        offset, components = 0, []
-        for name in names:
-            strides = {"head": channels[name] * item, "dim": item, f"dim:{past}": whole * item}
-            at = Placement(f"{self.pool.latent} head dim dim:{past}", region, offset * item, strides)
-            components.append(Component(name, dtypes[name], heads[name], state.arrays[name].dim, at))
-            offset += heads[name] * channels[name]
-        at = Placement(f"{self.pool.latent} head dim", region, past * whole * item)
-        ssm = Component("ssm_state", dtypes["ssm_state"], heads["ssm_state"], state.arrays["ssm_state"].dim, at)
-        return [*components, ssm]
+        dtypes, order = self._state_dtypes(state), self.pool.latent
+        made, nbytes = convolutions(state, self.shard, dtypes["conv_q"], order, region, past_first=True)
+        at = Placement(f"{order} head dim", region, nbytes)
+        heads, dim = local_heads(state, self.shard)["ssm_state"], state.arrays["ssm_state"].dim
+        return [*made, Component("ssm_state", dtypes["ssm_state"], heads, dim, at)]
 
 
 def _padded(component: Component, outer: str, page: int, layers: int) -> Component:
     """Return a component whose pages take `page` bytes, and blocks of all layers as many as the largest group's."""
     ours = {"page": page} if outer == "layer page" else {"layer": page, "page": layers * page}
 
-    def at(place: Placement) -> Placement:
-        return msgspec.structs.replace(place, strides={**place.strides, **ours})
-
-    scale = component.scale
-    if scale is not None and scale.at is not None:
-        scale = msgspec.structs.replace(scale, at=at(scale.at))
-    return msgspec.structs.replace(component, at=at(component.at), scale=scale)
+    return placed(component, lambda at: msgspec.structs.replace(at, strides={**at.strides, **ours}))
