@@ -162,6 +162,7 @@ def test_short_keys_are_refused() -> None:
 
 def test_keys_come_from_hexadecimal_text(tmp_path: Path) -> None:
     path = tmp_path / "key"
+    path.touch(0o600)
     path.write_text(KEY.hex() + "\n", encoding="ascii")
     assert load_key(path) == KEY
     path.write_text("abcd", encoding="ascii")
@@ -173,8 +174,12 @@ def test_keys_come_from_hexadecimal_text(tmp_path: Path) -> None:
     path.write_bytes(b"\xff\xff")
     with pytest.raises(ConfigError, match="not hexadecimal"):
         load_key(path)
-    with pytest.raises(ConfigError, match="cannot read the key"):
+    with pytest.raises(ConfigError, match="missing: No such file or directory; make one with"):
         load_key(tmp_path / "missing")
+    path.write_text(KEY.hex(), encoding="ascii")
+    path.chmod(0o640)
+    with pytest.raises(ConfigError, match="others can read this private key"):
+        load_key(path)
 
 
 def accept_in_thread(sock: socket.socket, key: bytes) -> tuple[threading.Thread, list[BaseException]]:

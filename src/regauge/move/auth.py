@@ -13,8 +13,8 @@ Both nonces are fresh, so a recorded exchange is worth nothing; the role is unde
 back to its maker; `purpose` keeps a proof for one kind of channel from opening another. The acceptor proves itself
 only after the initiator has, so a stranger obtains no tag from a listener.
 
-This says who is at the other end when a connection opens. It does not encrypt or sign what follows: the
-compute plane must be a network on which nobody rewrites packets.
+This says who is at the other end when a connection opens. It does not encrypt or sign what follows: `tls` does, and its
+channel is then part of `purpose`. Without it the plane must be a network on which nobody rewrites packets.
 """
 
 from __future__ import annotations
@@ -25,11 +25,13 @@ import hashlib
 import hmac
 import os
 import socket
+import ssl
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
+from regauge import keys
 from regauge.errors import AuthError, ConfigError, DeadlineExceeded, PeerLost
 
 Role = Literal["initiator", "acceptor"]
@@ -46,12 +48,15 @@ _CODES: dict[Role, int] = {"initiator": 1, "acceptor": 2}
 
 
 def load_key(path: Path) -> bytes:
-    """Read a key of at least 16 bytes, written as hexadecimal text. Raises ConfigError that names the file."""
+    """Read a key of at least 16 bytes, written as hexadecimal text, from a file that only its owner can read.
+
+    Raises ConfigError that names the file.
+    """
     remedy = "make one with: python -c 'import secrets; print(secrets.token_hex(32))'"
     try:
-        text = path.read_text(encoding="ascii")
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot read the key: {error.strerror}; {remedy}") from error
+        text = keys.read_private(path).decode("ascii")
+    except ConfigError as error:
+        raise ConfigError(f"{error}; {remedy}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: the key is not hexadecimal text; {remedy}") from error
     try:
@@ -157,7 +162,20 @@ class Handshake:
         return AuthError(reason)
 
 
-def authenticate_socket(sock: socket.socket, key: bytes, role: Role, purpose: str, deadline: float) -> None:
+class Wire(Protocol):
+    """What authentication needs of a socket, or of a stream over one."""
+
+    def settimeout(self, value: float | None, /) -> None:
+        """As `socket.settimeout`."""
+
+    def send(self, data: memoryview, flags: int = 0, /) -> int:
+        """As `socket.send`."""
+
+    def recv(self, count: int, /) -> bytes:
+        """As `socket.recv`."""
+
+
+def authenticate_socket(sock: Wire, key: bytes, role: Role, purpose: str, deadline: float) -> None:
     """Authenticate over a connected blocking socket. `deadline` is a `time.monotonic()` instant.
 
     Raises AuthError, PeerLost or DeadlineExceeded; the caller closes the socket. On return the socket is blocking.
@@ -211,7 +229,7 @@ async def authenticate(
 _CLOSED = "the peer closed the connection; see its log for the reason"
 
 
-def send_all(sock: socket.socket, data: bytes, deadline: float) -> None:
+def send_all(sock: Wire, data: bytes, deadline: float) -> None:
     """Send all of `data` before `deadline` (a `time.monotonic()` instant). Raises PeerLost or DeadlineExceeded."""
     rest = memoryview(data)
     while rest:
@@ -219,20 +237,25 @@ def send_all(sock: socket.socket, data: bytes, deadline: float) -> None:
             rest = rest[sock.send(rest, socket.MSG_NOSIGNAL) :]
 
 
-def recv_exactly(sock: socket.socket, count: int, deadline: float) -> bytes:
+def recv_some(sock: Wire, limit: int, deadline: float) -> bytes:
+    """Receive 1 to `limit` bytes before `deadline` (a `time.monotonic()` instant). Raises PeerLost or DeadlineExceeded."""
+    with _limited(sock, deadline):
+        data = sock.recv(limit)
+    if not data:
+        raise PeerLost(_CLOSED)
+    return data
+
+
+def recv_exactly(sock: Wire, count: int, deadline: float) -> bytes:
     """Receive `count` bytes before `deadline` (a `time.monotonic()` instant). Raises PeerLost or DeadlineExceeded."""
     got = b""
     while len(got) < count:
-        with _limited(sock, deadline):
-            data = sock.recv(count - len(got))
-        if not data:
-            raise PeerLost(_CLOSED)
-        got += data
+        got += recv_some(sock, count - len(got), deadline)
     return got
 
 
 @contextlib.contextmanager
-def _limited(sock: socket.socket, deadline: float) -> Iterator[None]:
+def _limited(sock: Wire, deadline: float) -> Iterator[None]:
     """Bound the one blocking call inside by `deadline`; leave the socket blocking."""
     left = deadline - time.monotonic()
     try:
@@ -243,5 +266,7 @@ def _limited(sock: socket.socket, deadline: float) -> Iterator[None]:
         sock.settimeout(None)
     except TimeoutError as error:
         raise DeadlineExceeded("the peer did not answer in time") from error
+    except ssl.SSLError as error:  # with TLS 1.3 a side learns only now that its certificate was refused
+        raise AuthError(f"the peer ended TLS: {error}; give both sides certificates of one authority") from error
     except OSError as error:
         raise PeerLost(f"the connection broke: {error}") from error

@@ -2,7 +2,7 @@
 
 All integers are little-endian.
 
-    frame:  "RGF1", u32 zero, ticket u64, generation u64, piece count u32, u32 zero, payload bytes u64    40 bytes
+    frame:  "RGF2", piece count u32, ticket u64, generation u64, grant u64, payload bytes u64             40 bytes
             table int64[count, 2]: address at the receiver, length in bytes
             payload: the pieces' bytes, back to back
     ack:    "RGA1", status u16, reason bytes u16, ticket u64, payload bytes u64                           24 bytes
@@ -34,9 +34,9 @@ MAX_REASON = 1024
 
 LANDED, REFUSED, MALFORMED = 0, 1, 2
 
-_FRAME = struct.Struct("<4sIQQIIQ")
+_FRAME = struct.Struct("<4sIQQQQ")
 _ACK = struct.Struct("<4sHHQQ")
-_FRAME_MAGIC, _ACK_MAGIC = b"RGF1", b"RGA1"
+_FRAME_MAGIC, _ACK_MAGIC = b"RGF2", b"RGA1"
 HEADER_BYTES = _FRAME.size
 
 
@@ -46,6 +46,7 @@ class Header:
 
     ticket: int
     generation: int
+    grant: int
     count: int
     payload: int
 
@@ -60,22 +61,22 @@ class Ack:
     reason: str
 
 
-def encode_head(ticket: int, generation: int, pieces: Int64s, payload: int) -> npt.NDArray[np.uint8]:
+def encode_head(ticket: int, generation: int, pieces: Int64s, payload: int, grant: int = 0) -> npt.NDArray[np.uint8]:
     """Return header and table of a frame for pieces int64[N, 3] (local address, remote address, length)."""
     head = np.empty(HEADER_BYTES + 16 * len(pieces), dtype=np.uint8)
-    _FRAME.pack_into(head.data, 0, _FRAME_MAGIC, 0, ticket, generation, len(pieces), 0, payload)
+    _FRAME.pack_into(head.data, 0, _FRAME_MAGIC, len(pieces), ticket, generation, grant, payload)
     head[HEADER_BYTES:].view("<i8").reshape(-1, 2)[:] = pieces[:, 1:]
     return head
 
 
 def decode_header(data: bytes | memoryview) -> Header:
     """Read a header of HEADER_BYTES bytes. Raises ProtocolError."""
-    magic, zero, ticket, generation, count, zero2, payload = _FRAME.unpack(data)
-    if magic != _FRAME_MAGIC or zero or zero2:
+    magic, count, ticket, generation, grant, payload = _FRAME.unpack(data)
+    if magic != _FRAME_MAGIC:
         raise ProtocolError("what arrived is not a frame (wrong magic)")
     if not 1 <= count <= MAX_PIECES or not count <= payload <= MAX_PAYLOAD:
         raise ProtocolError(f"a frame of {count} pieces and {payload} bytes; at most {MAX_PIECES}, {MAX_PAYLOAD}")
-    return Header(ticket, generation, count, payload)
+    return Header(ticket, generation, grant, count, payload)
 
 
 def decode_table(header: Header, data: npt.NDArray[np.uint8]) -> Int64s:

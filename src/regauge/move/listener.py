@@ -19,16 +19,19 @@ from typing import Literal, TypeVar
 import msgspec
 
 from regauge.errors import ProtocolError, TransportError
-from regauge.move.auth import authenticate_socket, recv_exactly, send_all
+from regauge.move.auth import Wire, authenticate_socket, recv_exactly, send_all
+from regauge.move.stream import Stream
 from regauge.move.transport import Inbound, Transport, instant
 
 HELLO_DEADLINE_S = 5.0
-MAX_SESSIONS = 256
+MAX_SESSIONS = 1024
+"""Connections that are served at once, lanes counted one by one."""
+MAX_LANES = 16
 MAX_STRANGERS = 64
 MAX_FENCE_S = 60.0
 MAX_NAME = 256
 MAX_MESSAGE = 1 << 20
-VERSION = 1
+VERSION = 2
 _REMEMBERED = 4096
 _LENGTH = struct.Struct("<I")
 _log = logging.getLogger(__name__)
@@ -46,6 +49,8 @@ class Hello(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The transport that the connector means to talk to; a restarted process is another one."""
     peer: str
     deadline_s: float = 0.0
+    lane: int = 0
+    """Which of the session's connections this is: a peer may write through several at once."""
 
 
 class Welcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -55,13 +60,13 @@ class Welcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     reason: str = ""
 
 
-def send_message(sock: socket.socket, message: msgspec.Struct, deadline: float) -> None:
+def send_message(sock: Wire, message: msgspec.Struct, deadline: float) -> None:
     """Send one length-prefixed msgpack message. Raises PeerLost or DeadlineExceeded."""
     data = msgspec.msgpack.encode(message)
     send_all(sock, _LENGTH.pack(len(data)) + data, deadline)
 
 
-def recv_message(sock: socket.socket, kind: type[T], deadline: float, limit: int = 4096) -> T:
+def recv_message(sock: Wire, kind: type[T], deadline: float, limit: int = 4096) -> T:
     """Receive one message of at most `limit` bytes. Raises ProtocolError, PeerLost or DeadlineExceeded."""
     (length,) = _LENGTH.unpack(recv_exactly(sock, _LENGTH.size, deadline))
     if length > limit:
@@ -77,7 +82,10 @@ class Session(abc.ABC):
 
     def __init__(self, sock: socket.socket, hello: Hello) -> None:
         self.sock = sock
+        self.stream = Stream(sock)
+        """How to talk over the socket; the listener replaces it where the transport secures its connections."""
         self.session = hello.session
+        self.lane = hello.lane
         self.peer = hello.peer
         self.nbytes = 0
         self.ended = threading.Event()
@@ -104,7 +112,7 @@ class Listener:
     """Accepts connections in a thread of its own, and serves each session in another.
 
     `admit(sock, hello)` makes the session; `vet(sock)` may refuse a connection before anything is read from it, by
-    raising TransportError.
+    raising TransportError; `secure(sock, deadline)` returns the stream over which everything goes.
     """
 
     def __init__(
@@ -116,11 +124,12 @@ class Listener:
         transport: str,
         admit: Callable[[socket.socket, Hello], Session],
         vet: Callable[[socket.socket], None] | None = None,
+        secure: Callable[[socket.socket, float], Stream] | None = None,
     ) -> None:
         self._sock, self._key, self._purpose, self._transport = sock, key, purpose, transport
-        self._admit, self._vet = admit, vet
+        self._admit, self._vet, self._secure = admit, vet, secure
         self._lock = threading.Lock()
-        self._sessions: dict[str, Session] = {}
+        self._sessions: dict[tuple[str, int], Session] = {}
         self._over: OrderedDict[str, None] = OrderedDict()
         self._doubtful: set[str] = set()  # ended without proof that their writer has stopped
         self._strangers: set[socket.socket] = set()
@@ -130,13 +139,17 @@ class Listener:
         self._acceptor.start()
 
     def sessions(self) -> list[Session]:
-        """Return the live sessions."""
+        """Return the live sessions, one for each lane."""
         with self._lock:
             return list(self._sessions.values())
 
     def inbound(self) -> list[Inbound]:
-        """Return the live sessions as plain facts."""
-        return [Inbound(each.session, each.peer, each.nbytes) for each in self.sessions()]
+        """Return the live sessions as plain facts, their lanes taken together."""
+        found: dict[str, Inbound] = {}
+        for each in self.sessions():
+            before = found[each.session].nbytes if each.session in found else 0
+            found[each.session] = Inbound(each.session, each.peer, before + each.nbytes)
+        return list(found.values())
 
     def fence(self, session: str, deadline: float) -> bool:
         """End a session, and refuse its name from now on. True when nothing can land through it any more."""
@@ -144,10 +157,10 @@ class Listener:
             self._over[session] = None
             while len(self._over) > _REMEMBERED:
                 self._over.popitem(last=False)
-            live = self._sessions.get(session)
-            if live is None:
-                return session not in self._doubtful
-        return live.fence(deadline)
+            live = [each for (name, _), each in self._sessions.items() if name == session]
+            sure = session not in self._doubtful
+        answers = [each.fence(deadline) for each in live]  # every lane is told, whatever the first says
+        return all(answers) and sure
 
     def close(self, deadline: float) -> None:
         """End every session, then stop listening: who finds nobody listening knows that nothing can land."""
@@ -210,7 +223,7 @@ class Listener:
                 self._threads.discard(threading.current_thread())
                 mine = [each for each in self._sessions.values() if each.sock is sock]
                 for each in mine:
-                    del self._sessions[each.session]
+                    del self._sessions[each.session, each.lane]
                     if not each.proven:
                         self._doubtful.add(each.session)
             sock.close()
@@ -221,39 +234,43 @@ class Listener:
         deadline = time.monotonic() + HELLO_DEADLINE_S
         if self._vet is not None:
             self._vet(sock)
-        authenticate_socket(sock, self._key, "acceptor", self._purpose, deadline)
-        hello = recv_message(sock, Hello, deadline)
+        stream = Stream(sock) if self._secure is None else self._secure(sock, deadline)
+        authenticate_socket(stream, self._key, "acceptor", self._purpose + stream.binding, deadline)
+        hello = recv_message(stream, Hello, deadline)
         if hello.version != VERSION:
-            send_message(sock, Welcome(False, f"version {hello.version}; this side speaks {VERSION}"), deadline)
+            send_message(stream, Welcome(False, f"version {hello.version}; this side speaks {VERSION}"), deadline)
             return None
         if hello.want == "fence":
             # Another transport at this address means that the one asked about has stopped listening, which it does last.
             wait_s = hello.deadline_s if 0 <= hello.deadline_s <= MAX_FENCE_S else MAX_FENCE_S
             gone = hello.transport != self._transport or self.fence(hello.session, time.monotonic() + wait_s)
-            send_message(sock, Welcome(gone), time.monotonic() + HELLO_DEADLINE_S)
+            send_message(stream, Welcome(gone), time.monotonic() + HELLO_DEADLINE_S)
             return None
-        return self._open(sock, hello, deadline)
+        return self._open(stream, hello, deadline)
 
-    def _open(self, sock: socket.socket, hello: Hello, deadline: float) -> Session | None:
+    def _open(self, stream: Stream, hello: Hello, deadline: float) -> Session | None:
         session, reason = None, ""
         if hello.transport != self._transport:
             reason = "this process has been restarted, or is not the one meant; take its present export"
         elif not 16 <= len(hello.session) <= 64 or len(hello.peer) > MAX_NAME:
             reason = "the session's or the peer's name has a wrong length"
+        elif not 0 <= hello.lane < MAX_LANES:
+            reason = f"lane {hello.lane}; at most {MAX_LANES} are taken"
         else:
             with self._lock:
-                if self._closing or hello.session in self._over or hello.session in self._sessions:
+                if self._closing or hello.session in self._over or (hello.session, hello.lane) in self._sessions:
                     reason = "this session is over, or the transport is closing"
                 elif len(self._sessions) >= MAX_SESSIONS:
                     reason = f"it serves {MAX_SESSIONS} connections already; close idle ones"
                 else:
-                    session = self._sessions[hello.session] = self._admit(sock, hello)
-                    self._strangers.discard(sock)
-        send_message(sock, Welcome(session is not None, reason), deadline)
+                    session = self._sessions[hello.session, hello.lane] = self._admit(stream.sock, hello)
+                    session.stream = stream
+                    self._strangers.discard(stream.sock)
+        send_message(stream, Welcome(session is not None, reason), deadline)
         return session
 
 
-def greet(sock: socket.socket, key: bytes, purpose: str, hello: Hello, deadline: float) -> None:
+def greet(sock: Wire, key: bytes, purpose: str, hello: Hello, deadline: float) -> None:
     """The connecting half: prove the key, say hello. Raises TransportError when refused, and as `recv_message`."""
     authenticate_socket(sock, key, "initiator", purpose, deadline)
     send_message(sock, hello, deadline)

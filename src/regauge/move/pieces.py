@@ -50,6 +50,8 @@ class Chunk:
     region: Region
     pieces: Int64s
     nbytes: int
+    grant: int = 0
+    """What it is written under; see `Transport.allow`."""
     keep: tuple[npt.NDArray[np.uint8], ...] = field(default=(), repr=False)
     """Views of the local slabs: their memory stays mapped while a chunk waits or is being read."""
 

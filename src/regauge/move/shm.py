@@ -13,31 +13,28 @@ after its last copy. A stopped (SIGSTOP) writer is neither, so the receiver's fe
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import os
 import secrets
 import socket
 import struct
-import threading
 import time
 
 import msgspec
 
 from regauge.errors import AuthError, DeadlineExceeded, PeerLost, TransportError
+from regauge.move.gate import EVERYTHING, StoppingSession
 from regauge.move.listener import (
     MAX_MESSAGE,
     VERSION,
     Hello,
     Listener,
     ListeningTransport,
-    Session,
     greet,
     recv_message,
     send_message,
 )
 from regauge.move.memory import Slab, attach
-from regauge.move.shm_peer import EVERYTHING, WORD, ShmPeer
+from regauge.move.shm_peer import ShmPeer
 from regauge.move.transport import (
     Caps,
     Region,
@@ -49,7 +46,6 @@ from regauge.move.transport import (
 _PURPOSE = "regauge-shm"
 _FDS = 64  # descriptors per message; the kernel allows 253
 _CREDENTIALS = struct.Struct("iII")  # struct ucred, unix(7)
-_log = logging.getLogger(__name__)
 
 
 class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -124,11 +120,6 @@ class ShmTransport(ListeningTransport):
     def _admit(self, sock: socket.socket, hello: Hello) -> ShmSession:
         return ShmSession(sock, hello, self)
 
-    def slabs(self) -> list[tuple[Region, int]]:
-        """Return the registered regions with a descriptor of each, which the caller closes."""
-        with self._table_lock:
-            return [(region, os.dup(slab.fd)) for region, _, slab in self._live.values() if not slab.closed]
-
     def _revoke(self, generation: int) -> None:
         deadline = instant(self.close_s)
         for session in self._listener.sessions():
@@ -139,31 +130,12 @@ class ShmTransport(ListeningTransport):
                 )
 
 
-class ShmSession(Session):
+class ShmSession(StoppingSession):
     """The owner's end of one mapping."""
 
     def __init__(self, sock: socket.socket, hello: Hello, transport: ShmTransport) -> None:
         super().__init__(sock, hello)
         self._transport = transport
-        self._changed = threading.Condition()
-        self._stopped: set[int] = set()
-        self._table = threading.Lock()
-        self._passed = False
-
-    def run(self) -> None:
-        """Pass the slabs, then take confirmations until the writer is gone."""
-        with self._table:
-            self._pass_slabs(instant(self._transport.close_s))
-            self._passed, self.proven = True, False
-        with contextlib.suppress(ConnectionResetError):  # the writer's end closed with words unread
-            while len(word := self.sock.recv(WORD.size, socket.MSG_WAITALL)) == WORD.size:
-                with self._changed:
-                    self._stopped.add(WORD.unpack(word)[0])
-                    self._changed.notify_all()
-        with self._changed:
-            # The writer's end was closed, by itself after its last copy or by the kernel; unless it was this side.
-            self.proven = self.proven or not self.hung_up
-            self._changed.notify_all()
 
     def fence(self, deadline: float) -> bool:
         """Have the writer stop; hang up once it has confirmed."""
@@ -174,31 +146,11 @@ class ShmSession(Session):
         self.ended.wait(max(0.0, deadline - time.monotonic()))  # only tidiness: the writer's word is proof enough
         return True
 
-    def stop(self, generation: int, deadline: float) -> bool:
-        """Have the writer stop writing to one generation, or to everything. True once it has confirmed or is gone."""
-        with self._table:
-            # Bounded: the table is passed under a deadline. Before that the writer has nothing to write to, and a
-            # withdrawn generation will not be in the table; but a table that is to come must not be sent at all.
-            if not self._passed:
-                if generation == EVERYTHING:
-                    self.hang_up()
-                return True
-            try:
-                self.sock.send(WORD.pack(generation), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
-            except BlockingIOError:  # it has not read for very long
-                return False
-            except OSError:  # its end is closed: `run` is about to see that
-                _log.debug("a demand to stop found the connection closed", exc_info=True)
-        with self._changed:
-            self._changed.wait_for(
-                lambda: self.proven or not self._stopped.isdisjoint((generation, EVERYTHING)),
-                max(0.0, deadline - time.monotonic()),
-            )
-            return self.proven or not self._stopped.isdisjoint((generation, EVERYTHING))
+    def _is_proof(self) -> bool:
+        """The writer's end was closed, by itself after its last copy or by the kernel; unless it was this side."""
+        return not self.hung_up
 
-    def _pass_slabs(self, deadline: float) -> None:
-        if self.hung_up:
-            return
+    def _offer(self, deadline: float) -> None:
         shared = self._transport.slabs()
         try:
             send_message(self.sock, Table(tuple(region for region, _ in shared)), deadline)
@@ -208,7 +160,6 @@ class ShmSession(Session):
         finally:
             for _, fd in shared:
                 os.close(fd)
-        self.sock.settimeout(None)
 
 
 def _receive_slabs(sock: socket.socket, wanted: set[int], slabs: dict[int, Slab], deadline: float) -> None:

@@ -1,14 +1,13 @@
-"""The writing end of the shm transport: mapped slabs, a gate that every copy passes, and a thread that copies."""
+"""The writing end of the shm transport: mapped slabs, and a thread whose copies pass the gate."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import socket
-import struct
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -16,14 +15,12 @@ import numpy as np
 import numpy.typing as npt
 
 from regauge.errors import BoundsError, DeadlineExceeded, PeerLost, TransportError
+from regauge.move.gate import EVERYTHING, WORD, Gate
 from regauge.move.listener import shut
 from regauge.move.memory import Slab
 from regauge.move.pieces import Int64s
 from regauge.move.transport import Chunk, Exported, Peer, Ticket, Transport, instant
 
-WORD = struct.Struct("<Q")
-"""After the table, both directions speak in words: `stop writing to this generation`, and `I have stopped`."""
-EVERYTHING = 0
 _INLINE_BYTES = 256 << 10  # copied by the caller: about what handing over to a thread costs
 _RELEASE_BYTES = 64 << 10  # from this piece size on, letting other Python threads run is worth two switches
 _GRID_PIECES = 16  # from this many pieces on, and for this mean length and grid at most, indexing pays
@@ -38,49 +35,6 @@ _parallel = ctypes.CDLL(None).memmove
 for _call in (_quick, _parallel):
     _call.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
     _call.restype = None
-
-
-class Gate:
-    """Counts running writes by generation, and stops new ones for good."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._running: Counter[int] = Counter()
-        self._stopped: set[int] = set()
-        self._error: TransportError | None = None
-
-    @contextlib.contextmanager
-    def passing(self, generation: int) -> Iterator[None]:
-        """Hold the gate for one write. Raises BoundsError for a withdrawn generation, PeerLost when all is stopped."""
-        with self._changed:
-            if self._error is not None:
-                raise PeerLost(str(self._error))
-            if generation in self._stopped:
-                raise BoundsError(f"generation {generation} is over: the peer has withdrawn the slab; connect anew")
-            self._running[generation] += 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._running[generation] -= 1
-                self._changed.notify_all()
-
-    def stop(self, generation: int, deadline: float, error: TransportError) -> bool:
-        """Let no new write in, and wait for those inside. False when some are inside at the deadline."""
-        with self._changed:
-            if generation == EVERYTHING:
-                self._error = self._error or error
-            else:
-                self._stopped.add(generation)
-            return self._changed.wait_for(
-                lambda: not (self._running[generation] if generation else self._running.total()),
-                max(0.0, deadline - time.monotonic()),
-            )
-
-    @property
-    def error(self) -> TransportError | None:
-        """Why everything is stopped, if it is."""
-        return self._error
 
 
 @dataclass

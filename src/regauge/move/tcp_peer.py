@@ -1,4 +1,7 @@
-"""The sending end of the tcp transport: one thread sends frames, one takes acknowledgements and watches deadlines."""
+"""The sending end of the tcp transport: a thread per lane sends frames, one takes acknowledgements and watches deadlines.
+
+Chunks wait in one queue, and whichever lane is free takes the next: a slow lane takes fewer.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,7 @@ import numpy as np
 from regauge.errors import BoundsError, DeadlineExceeded, PeerLost, ProtocolError, TransportError
 from regauge.move import frames
 from regauge.move.listener import shut
+from regauge.move.stream import Stream
 from regauge.move.transport import Chunk, Exported, Peer, Ticket, Transport, instant
 
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)  # struct linger: throw unsent bytes away, they must not land later
@@ -35,19 +39,19 @@ class _Post:
 
 
 class TcpPeer(Peer):
-    """A stream to one receiver. `is_gone(deadline)` asks the receiver to end and confirm this session."""
+    """Streams to one receiver. `is_gone(deadline)` asks the receiver to end and confirm this session."""
 
     def __init__(
         self,
         transport: Transport,
         target: Exported,
         session: str,
-        sock: socket.socket,
+        streams: list[Stream],
         is_gone: Callable[[float], bool],
     ) -> None:
         super().__init__(transport, target, session)
         self._where = f"{target.address} (session {session[:8]})"
-        self._sock, self._is_gone = sock, is_gone
+        self._streams, self._is_gone = streams, is_gone
         self._changed = threading.Condition()
         self._queue: deque[tuple[int, Chunk]] = deque()
         self._posts: dict[int, _Post] = {}
@@ -56,10 +60,12 @@ class TcpPeer(Peer):
         self._gone = False
         self._watched = float("inf")
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._sender = threading.Thread(target=self._send, name="regauge-tcp-send", daemon=True)
+        self._senders = [
+            threading.Thread(target=self._send, args=(each,), name="regauge-tcp-send", daemon=True) for each in streams
+        ]
         self._taker = threading.Thread(target=self._take, name="regauge-tcp-acks", daemon=True)
-        self._sender.start()
-        self._taker.start()
+        for thread in (*self._senders, self._taker):
+            thread.start()
 
     def fence(self, deadline_s: float) -> bool:
         """Cut the stream and have the receiver confirm that its reader has ended; see `Peer.fence`."""
@@ -67,18 +73,14 @@ class TcpPeer(Peer):
         posts = self._cut(PeerLost(f"the connection to {self._where} was fenced by this side"))
         self._gone = self._gone or self._is_gone(deadline)
         for post in posts:
-            if self._gone:
-                post.ticket.finish("fenced", TransportError("fenced before all of it had landed"))
-            else:
-                text = f"cut by a fence that {self._where} did not confirm; bytes may still land: fence again"
-                post.ticket.finish("failed", DeadlineExceeded(text))
+            post.ticket.end_fenced(gone=self._gone, where=self._where)
         return self._gone
 
     def close(self) -> None:
         """End the connection and its threads; see `Peer.close`."""
         error = PeerLost(f"the connection to {self._where} was closed by this side")
         self._fail(self._cut(error), error)
-        if threading.current_thread() not in (self._sender, self._taker):
+        if threading.current_thread() not in (*self._senders, self._taker):
             self._taker.join()
 
     def _start(self, ticket: Ticket, chunks: list[Chunk], deadline: float) -> None:
@@ -88,7 +90,7 @@ class TcpPeer(Peer):
                 self._count += 1
                 self._posts[self._count] = _Post(ticket, deadline, len(chunks))
                 self._queue.extend((self._count, chunk) for chunk in chunks)
-                self._changed.notify()
+                self._changed.notify(len(chunks))
                 if deadline < self._watched:
                     os.eventfd_write(self._wake, 1)
         if dead is not None:
@@ -101,12 +103,13 @@ class TcpPeer(Peer):
             self._queue.clear()
             if self._dead is None:
                 self._dead = error
-                if posts:
+                for stream in self._streams if posts else ():
                     with contextlib.suppress(OSError):
-                        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
+                        stream.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
                 os.eventfd_write(self._wake, 1)
                 self._changed.notify_all()
-        shut(self._sock)
+        for stream in self._streams:
+            shut(stream.sock)
         return posts
 
     @staticmethod
@@ -114,15 +117,15 @@ class TcpPeer(Peer):
         for post in posts:
             post.ticket.finish("failed", error)
 
-    def _send(self) -> None:
+    def _send(self, stream: Stream) -> None:
         while (item := self._next()) is not None:
             ident, chunk = item
-            head = frames.encode_head(ident, chunk.region.generation, chunk.pieces, chunk.nbytes)
+            head = frames.encode_head(ident, chunk.region.generation, chunk.pieces, chunk.nbytes, chunk.grant)
             vector = np.empty((len(chunk.pieces) + 1, 2), dtype=np.int64)
             vector[0] = (head.ctypes.data, len(head))
             vector[1:] = chunk.pieces[:, ::2]
             try:
-                frames.send_vector(self._sock.fileno(), vector)
+                stream.send_vector(vector)
             except OSError as error:
                 lost = PeerLost(f"the connection to {self._where} broke while sending: {error}")
                 self._fail(self._cut(lost), lost)
@@ -154,24 +157,27 @@ class TcpPeer(Peer):
         return self._posts.pop(ident) if post.waiting == 0 else None
 
     def _take(self) -> None:
-        reader = frames.AckReader()
+        lanes = {each.sock.fileno(): (each, frames.AckReader()) for each in self._streams}
         poll = select.poll()
-        poll.register(self._sock, select.POLLIN)
+        for number in lanes:
+            poll.register(number, select.POLLIN)
         poll.register(self._wake, select.POLLIN)
         while (patience := self._patience()) is not None:
             ready = {fd for fd, _ in poll.poll(patience)}
             if self._wake in ready:
                 os.eventfd_read(self._wake)
             try:
-                if self._sock.fileno() in ready:
-                    self._hear(reader)
+                for number in ready & lanes.keys():
+                    self._hear(*lanes[number])
             except (OSError, ProtocolError) as error:
                 lost = PeerLost(f"the connection to {self._where} broke: {error}")
                 self._fail(self._cut(lost), lost)
             self._expire()
-        self._sender.join()
+        for sender in self._senders:
+            sender.join()
         with self._changed:
-            self._sock.close()
+            for stream in self._streams:
+                stream.sock.close()
             os.close(self._wake)
 
     def _patience(self) -> int | None:
@@ -184,11 +190,8 @@ class TcpPeer(Peer):
                 return -1
             return max(0, min(1 << 30, int((self._watched - time.monotonic()) * 1000) + 1))
 
-    def _hear(self, reader: frames.AckReader) -> None:
-        data = self._sock.recv(1 << 16)
-        if not data:
-            raise ConnectionResetError(104, "the peer closed it or died")
-        for ack in reader.feed(data):
+    def _hear(self, stream: Stream, reader: frames.AckReader) -> None:
+        for ack in reader.feed(stream.take()):
             if ack.status == frames.MALFORMED:
                 raise ProtocolError(f"the peer cannot read what this side sent: {ack.reason}")
             with self._changed:

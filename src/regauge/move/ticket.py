@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import Literal
 
-from regauge.errors import TransportError
+from regauge.errors import DeadlineExceeded, TransportError
 
 TicketState = Literal["queued", "sending", "landed", "failed", "fenced"]
 
@@ -93,6 +93,14 @@ class Ticket:
             except Exception:  # noqa: BLE001  # a caller's mistake must not end the thread that serves every other ticket
                 _log.exception("a ticket's callback raised")
         return True
+
+    def end_fenced(self, *, gone: bool, where: str) -> None:
+        """For back ends: end a ticket that a fence has cut. `gone`: the receiver has confirmed that nothing can land."""
+        if gone:
+            self.finish("fenced", TransportError("fenced before all of it had landed"))
+        else:
+            text = f"cut by a fence that {where} did not confirm; bytes may still land: fence again"
+            self.finish("failed", DeadlineExceeded(text))
 
     def __repr__(self) -> str:
         return f"<Ticket {self._state} {self._bytes_done}/{self.nbytes} {self.reason}>"

@@ -13,6 +13,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import math
+import os
 import secrets
 import threading
 import time
@@ -71,6 +72,8 @@ class Caps:
     """The receiver itself checks every piece; otherwise only the initiator does."""
     maps_memory: bool
     """The peer's regions are mapped here, so that a kernel may write them directly (`Peer.map_base`)."""
+    checks_grants: bool = False
+    """The receiver takes a piece only where `Transport.allow` lets it, and `Transport.revoke` works."""
 
 
 class Exported(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -115,7 +118,7 @@ def decode_export(exported: bytes, kind: str) -> Exported:
     except msgspec.DecodeError as error:
         raise ProtocolError(f"a transport's export is malformed: {error}") from error
     if out.kind != kind:
-        raise TransportError(f"the peer exports a {out.kind!r} transport, this side uses {kind!r}; set both alike")
+        raise TransportError(f"the peer exports a {out.kind[:40]!r} transport, this side uses {kind!r}; set both alike")
     if len(out.regions) > MAX_REGIONS or any(
         not (0 <= r.address < 1 << 62 and 0 < r.nbytes < 1 << 62 and 0 <= r.generation < 1 << 63) for r in out.regions
     ):
@@ -146,8 +149,8 @@ class Peer(abc.ABC):
         self._transport = transport
         self._remote = AddressTable(exported.regions, "exported")
 
-    def post(self, pieces: Int64s, deadline_s: float) -> Ticket:
-        """Write pieces int64[N, 3] (local address, remote address, length) into the peer's memory.
+    def post(self, pieces: Int64s, deadline_s: float, grant: int = 0) -> Ticket:
+        """Write pieces int64[N, 3] (local address, remote address, length) into the peer's memory, under one of its grants.
 
         Returns at once. Raises BoundsError when any piece is outside a registered slab here or an exported region
         there; nothing has been sent then. All other failures end the ticket. The local bytes must not change before
@@ -165,7 +168,7 @@ class Peer(abc.ABC):
             merged = coalesce(pieces[mine], near[mine])
             runs = cut(merged, caps.max_pieces, caps.max_bytes)
             region = self._remote.regions[index]
-            chunks += [Chunk(region, run, int(run[:, 2].sum()), keep) for run in runs]
+            chunks += [Chunk(region, run, int(run[:, 2].sum()), grant, keep) for run in runs]
         ticket = Ticket(sum(chunk.nbytes for chunk in chunks))
         if chunks:
             self._start(ticket, chunks, deadline)
@@ -210,7 +213,7 @@ class Transport(abc.ABC):
     """One process's end of a data plane: owns registered slabs, accepts peers, and connects to others. Close it."""
 
     kind: ClassVar[str]
-    caps: ClassVar[Caps]
+    caps: Caps
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -220,6 +223,11 @@ class Transport(abc.ABC):
         self._generation = 0
         self._live: dict[int, tuple[Region, npt.NDArray[np.uint8], Slab]] = {}
         self._memory = LocalMemory(AddressTable((), "registered"), {})
+
+    @property
+    def medium(self) -> str:
+        """Name of the cost model's constants for this transport."""
+        return self.kind
 
     @property
     @abc.abstractmethod
@@ -263,12 +271,33 @@ class Transport(abc.ABC):
         """Return a snapshot of the registered slabs."""
         return self._memory
 
+    def slabs(self) -> list[tuple[Region, int]]:
+        """Return the registered regions with a descriptor of each, which the caller closes."""
+        with self._table_lock:
+            return [(region, os.dup(slab.fd)) for region, _, slab in self._live.values() if not slab.closed]
+
     def export(self) -> bytes:
         """Describe this transport to a peer: msgpack of `Exported`, at most MAX_EXPORT_BYTES."""
         out = msgspec.msgpack.encode(Exported(self.kind, self.address, self.session, self._memory.table.regions))
         if len(out) > MAX_EXPORT_BYTES:
             raise TransportError("the names of the registered slabs are too long to export")
         return out
+
+    def allow(self, session: str, grant: int, ranges: Int64s) -> None:
+        """Let an incoming connection write ranges int64[N, 2] (address, length) under a grant (`grants.grant_id`).
+
+        It may be allowed before it connects. Without caps.checks_grants nothing happens: such a writer may write every region.
+        Raises TransportError when too many grants are live.
+        """
+        del session, grant, ranges
+
+    def revoke(self, session: str, grant: int, deadline_s: float) -> bool:
+        """Withdraw a grant. True only when nothing that was posted under it can land any more; never without checks_grants.
+
+        A write that is landing is waited for; at the deadline its connection is cut.
+        """
+        del session, grant, deadline_s
+        return False
 
     def _forget(self) -> None:
         """Let go of every slab; for `close`, once nothing lands any more."""
