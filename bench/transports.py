@@ -1,9 +1,13 @@
-"""How fast the shm and tcp transports move pages: GB/s, ratio to a baseline in the same run, CPU seconds per GiB.
+"""How fast the transports move pages: GB/s, ratio to a baseline in the same run, CPU seconds per GiB.
 
     python bench/transports.py [--rounds N] [--json]
 
 The receiver is a process of its own, on this host: the tcp transport uses its small local buffers. Pieces go from consecutive to permuted slots, so that nothing can be merged.
 Every contender moves the same bytes, in turn, N times; the medians are shown. CPU time is of both processes together.
+"tcp x4" is tcp with four lanes, "tls" with mutual TLS 1.3 (certificates are made with `openssl` for the run).
+
+Mooncake and NIXL take part where they are installed (`make test-transports` installs them): over tcp, each side with its
+carrier process, whose CPU time counts.
 
 Baselines:
     memcpy   one numpy copyto of the same bytes between warm private buffers in one process (no permutation)
@@ -15,25 +19,30 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import secrets
 import socket
 import statistics
 import struct
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from harness import print_table, write_json
+from regauge.config import NixlConfig, TlsConfig, TransferConfig
 from regauge.move.calibrate import medians
+from regauge.move.library.peer import LibraryPeer
 from regauge.move.memory import Slab
-from regauge.move.shm import ShmTransport
-from regauge.move.tcp import TcpTransport
 from regauge.move.transport import Peer, Transport
+from regauge.move.transports import open_transport
 
 MIB = 1 << 20
 SLAB_BYTES = 128 * MIB
@@ -41,12 +50,13 @@ CASES = (("1 x 128 MiB", 1, 128 * MIB), ("512 x 256 KiB", 512, MIB // 4), ("1024
          ("1024 x 4 KiB", 1024, 4096))  # fmt: skip
 BATCH = 64
 HEAD = struct.Struct("<q")
+LIBRARIES = {"mooncake": "mooncake", "nixl": "nixl_cu12"}
 TARGETS = {"shm": 0.9, "tcp": 0.9}
 
 Int64s = npt.NDArray[np.int64]
 
 
-def receive(kind: str, key: bytes) -> None:
+def receive(kind: str, key: bytes, tls: Path) -> None:
     """The receiving process: say where it is, then serve until stdin ends."""
     with Slab(SLAB_BYTES, "target") as slab:
         if kind == "socket":
@@ -54,14 +64,52 @@ def receive(kind: str, key: bytes) -> None:
                 print(server.getsockname()[1], flush=True)
                 receive_plain(server.accept()[0], slab)
             return
-        with open_transport(kind, key) as transport:
+        with open_one(kind, key, tls) as transport:
             transport.register(slab)
             print(transport.export().hex(), flush=True)
             sys.stdin.read()
 
 
-def open_transport(kind: str, key: bytes) -> Transport:
-    return ShmTransport(key=key, name=kind) if kind == "shm" else TcpTransport(key=key, name=kind)
+def open_one(kind: str, key: bytes, tls: Path) -> Transport:
+    files = TlsConfig(*(str(tls / name) for name in ("worker.pem", "worker.key", "authority.pem")))
+    config = msgspec.convert({"transport": "tcp" if kind in ("tls", "tcp x4") else kind}, TransferConfig)
+    config = msgspec.structs.replace(
+        config,
+        nixl=NixlConfig(devices=["lo"]),
+        lanes=4 if kind == "tcp x4" else 1,
+        tls=files if kind == "tls" else None,
+    )
+    return open_transport(config, key=key, name=kind, grants=False)
+
+
+def kinds() -> list[str]:
+    """The transports to compare: ours, and the libraries that are installed."""
+    return [
+        "shm",
+        "tcp",
+        "tcp x4",
+        "tls",
+        *(kind for kind, module in LIBRARIES.items() if importlib.util.find_spec(module)),
+    ]
+
+
+def carriers(process: int, peer: Peer) -> list[int]:
+    """The processes in which a library runs, on both sides."""
+    if not isinstance(peer, LibraryPeer):
+        return []
+    lists = Path(f"/proc/{process}/task").glob("*/children")
+    return [peer.carrier.pid, *(int(pid) for each in lists for pid in each.read_text(encoding="ascii").split())]
+
+
+def make_certificates(folder: Path) -> None:
+    """As docs/security.md says."""
+    new = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "9"]
+    authority = ["-keyout", f"{folder}/authority.key", "-out", f"{folder}/authority.pem", "-subj", "/CN=authority"]
+    signed = ["-CA", f"{folder}/authority.pem", "-CAkey", f"{folder}/authority.key", "-subj", "/CN=worker"]
+    leaf = ["-addext", "basicConstraints=critical,CA:FALSE"]
+    subprocess.run([*new, *authority], check=True, capture_output=True)
+    files = ["-keyout", f"{folder}/worker.key", "-out", f"{folder}/worker.pem"]
+    subprocess.run([*new, *signed, *leaf, *files], check=True, capture_output=True)
 
 
 def receive_plain(sock: socket.socket, slab: Slab) -> None:
@@ -107,7 +155,8 @@ class Contender:
     """One way to move the bytes, and what it cost."""
 
     move: Callable[[Int64s], None]
-    pid: int | None = None
+    pids: list[int] = field(default_factory=list)
+    """Processes beside this one that take part."""
     cpu: list[float] = field(default_factory=list)
 
     def work(self, offsets: Int64s) -> Callable[[], None]:
@@ -121,13 +170,13 @@ class Contender:
         return run
 
     def _cpu(self) -> float:
-        return time.process_time() + (0.0 if self.pid is None else cpu_of(self.pid))
+        return time.process_time() + sum(map(cpu_of, self.pids))
 
 
 @contextlib.contextmanager
-def receiver(kind: str, key: bytes) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def receiver(kind: str, key: bytes, tls: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """Start a receiving process; yields it and its address."""
-    command = [sys.executable, __file__, "--receiver", kind, "--key", key.hex()]
+    command = [sys.executable, __file__, "--receiver", kind, "--key", key.hex(), "--tls", str(tls)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None
         assert process.stdout is not None
@@ -180,16 +229,18 @@ def measure(rounds: int) -> list[dict[str, object]]:
         source = stack.enter_context(Slab(SLAB_BYTES, "source"))
         source.array[:] = np.random.default_rng(0).integers(0, 256, SLAB_BYTES, dtype=np.uint8)
         contenders = {"memcpy": Contender(by_memcpy())}
-        for kind in ("shm", "tcp"):
-            process, address = stack.enter_context(receiver(kind, key))
-            transport = stack.enter_context(open_transport(kind, key))
+        tls = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        make_certificates(tls)
+        for kind in kinds():
+            process, address = stack.enter_context(receiver(kind, key, tls))
+            transport = stack.enter_context(open_one(kind, key, tls))
             transport.register(source)
-            peer = stack.enter_context(transport.connect(bytes.fromhex(address), 10))
-            contenders[kind] = Contender(through_transport(peer, source), process.pid)
-        process, address = stack.enter_context(receiver("socket", key))
+            peer = stack.enter_context(transport.connect(bytes.fromhex(address), 30))
+            contenders[kind] = Contender(through_transport(peer, source), [process.pid, *carriers(process.pid, peer)])
+        process, address = stack.enter_context(receiver("socket", key, tls))
         sock = stack.enter_context(socket.create_connection(("127.0.0.1", int(address))))
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        contenders["socket"] = Contender(through_socket(sock, source), process.pid)
+        contenders["socket"] = Contender(through_socket(sock, source), [process.pid])
         for label, count, size in CASES:
             offsets = slots(count, size)
             for each in contenders.values():
@@ -201,7 +252,7 @@ def measure(rounds: int) -> list[dict[str, object]]:
 
 
 def row(label: str, name: str, nbytes: int, times: dict[str, float], cpu: float) -> dict[str, object]:
-    baseline = "socket" if name in ("tcp", "socket") else "memcpy"
+    baseline = "memcpy" if name in ("memcpy", "shm") else "socket"
     ratio, target = times[baseline] / times[name], TARGETS.get(name)
     return {
         "pieces": label,
@@ -221,9 +272,10 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="also write bench/out/transports.json")
     parser.add_argument("--receiver", help=argparse.SUPPRESS)
     parser.add_argument("--key", help=argparse.SUPPRESS)
+    parser.add_argument("--tls", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.receiver:
-        receive(options.receiver, bytes.fromhex(options.key))
+        receive(options.receiver, bytes.fromhex(options.key), options.tls)
         return
     rows = measure(options.rounds)
     print_table(rows)

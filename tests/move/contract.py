@@ -5,20 +5,33 @@ from __future__ import annotations
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
+from careless import CarelessTransport
 
+from certificates import shared_tls
+from regauge.config import TransferConfig
 from regauge.move.memory import Slab
-from regauge.move.shm import ShmTransport
 from regauge.move.tcp import TcpTransport
 from regauge.move.transport import Peer, Region, Ticket, Transport
+from regauge.move.transports import open_transport
 
 KEY = b"0123456789abcdef" * 2
 MIB = 1 << 20
 
 
+CONNECTIONS = {"careless": 10, "mooncake": 20, "nixl": 4}
+"""How many connections a test of many makes: 200, but fewer where each starts two processes."""
+
+
 def make(kind: str, name: str, key: bytes = KEY) -> Transport:
-    return ShmTransport(key=key, name=name) if kind == "shm" else TcpTransport(key=key, name=name)
+    if kind == "tls":
+        return TcpTransport(key=key, name=name, lanes=3, tls=shared_tls())
+    if kind == "careless":
+        return CarelessTransport(key=key, name=name)
+    config = msgspec.convert({"transport": kind, "nixl": {"devices": ["lo"]}}, TransferConfig)
+    return open_transport(config, key=key, name=name, grants=False)
 
 
 @dataclass

@@ -227,7 +227,7 @@ def test_a_gone_peer_a_wrong_kind_and_garbage_are_told_apart(rig: Rig) -> None:
 
 def test_the_export_says_where_and_what(rig: Rig) -> None:
     a = rig.side("a")
-    exported = decode_export(a.transport.export(), rig.kind)
+    exported = decode_export(a.transport.export(), a.transport.kind)
     assert exported.regions == (a.region,)
     assert exported.session == a.transport.session
     assert exported.address == a.transport.address
