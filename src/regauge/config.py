@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
+from regauge import toml
 from regauge.errors import ConfigError
 
 Role = Literal["prefill", "decode"]
-TransportName = Literal["shm", "tcp"]
+TransportName = Literal["shm", "tcp", "mooncake", "nixl"]
 
 BUNDLED_MODEL = "smollm2-135m-instruct"
 
@@ -34,12 +35,110 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """CPU threads of the model's arithmetic; 0 means half of the cores, at least one."""
 
 
+class TlsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """PEM files for mutual TLS of control and `tcp` data connections; docs/security.md says how to make them."""
+
+    certificate: str
+    """This worker's certificate, and whatever lies between it and the authority's."""
+    key: str
+    authority: str
+    """The certificates that sign workers, and nothing else."""
+
+
+class MooncakeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Transport `mooncake`; `transfer.host` must be an IPv4 address of this host on the compute plane."""
+
+    protocol: Literal["tcp", "rdma"] = "tcp"
+    devices: list[str] = []
+    """RDMA devices, as `mlx5_0`; refused over tcp, and needed for rdma."""
+    peers_per_carrier: Annotated[int, msgspec.Meta(ge=1)] = 1
+    """Most peers that write into one process of Mooncake's. Each process registers the whole pool, which takes seconds per
+    100 GB with RDMA; a peer that has to be fenced by force takes the others of its process with it."""
+
+
+class NixlConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Transport `nixl`, over UCX."""
+
+    devices: list[str] = []
+    """Devices of the compute plane (UCX_NET_DEVICES), as `eth1` or `mlx5_0:1`; must be given."""
+    transports: str = "tcp"
+    """UCX_TLS: `tcp`, or `rc` and the like for RDMA."""
+    peers_per_carrier: Annotated[int, msgspec.Meta(ge=1)] = 1
+    """As for mooncake."""
+
+
+class FlowConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How a receiver hands out credit; docs/flow.md says why."""
+
+    nic_bytes_per_s: float = 50e9
+    """Line rate of each compute-plane NIC of this side (400 Gbit/s). What a link really gives is measured; this bounds it."""
+    rtt_s: float = 0.001
+    """Credit sent until its first bytes have landed on an idle link, before any has been measured."""
+
+    quantum_bytes: int = 8 << 20
+    """Bytes per decision: who comes next is decided anew after so many. With less than a chunk, a link waits for credit."""
+    overcommit: float = 2.0
+    """Credit that stands still (its sender is busy elsewhere or frozen) is replaced until all together is so many windows."""
+    stall_s: float = 0.05
+    """Credit of which nothing lands for so long (and for 4 delays) stands still."""
+    unscheduled_bytes: int = 1 << 20
+    """Transfers of at most so many bytes may go at once, without waiting for credit."""
+    unscheduled_budget_bytes: int = 16 << 20
+    """Most unscheduled bytes outstanding per NIC."""
+    lease_s: float = 2.0
+    """Credit of a sender that has shown no sign of life for so long is taken back. A sender uses credit for half of it, so
+    messages must cross within the other half; later ones cost bandwidth, never correctness."""
+    max_wait_s: float = 2.0
+    """Transfers with bytes that have waited for credit so long get `aged_share` of the NIC, the longest wait first."""
+    aged_share: float = 0.125
+    urgent_s: float = 0.001
+    """Deadlines are met so many seconds early: what a measured rate and delay may be wrong by."""
+    fair_s: float = 0.25
+    """A tenant falls behind its share by at most so many seconds of the NIC's rate."""
+    shares: dict[str, float] = {}
+    """Tenant -> weight; a tenant not named has weight 1."""
+    commit_s: float = 10.0
+    """Pages are lent to transfers whose bytes would land within so many seconds; the others wait without pages."""
+    max_transfers: int = 10_000
+    """Most transfers known at once; one more is refused."""
+    late: Literal["shared", "last", "refuse"] = "shared"
+    """What becomes of a transfer that cannot meet its deadline. "shared": it goes on by size, whenever no deadline of others is in danger; a short tail. "last": after all
+    others; the fewest misses, and the late ones wait long. "refuse": not taken if it is late on arrival, else as "last"."""
+
+    def __post_init__(self) -> None:
+        times = (
+            self.nic_bytes_per_s,
+            self.rtt_s,
+            self.stall_s,
+            self.lease_s,
+            self.max_wait_s,
+            self.fair_s,
+            self.commit_s,
+        )
+        if self.quantum_bytes < 1 or self.overcommit < 1 or not min(times) > 0 or self.max_transfers < 1:
+            raise ConfigError("transfer.flow: sizes, rates and times must be more than 0, overcommit at least 1")
+        if not 0 < self.aged_share < 1:
+            raise ConfigError(f"transfer.flow: aged_share must be between 0 and 1, not {self.aged_share}")
+        if any(not weight > 0 for weight in self.shares.values()):
+            raise ConfigError("transfer.flow: shares must be more than 0; leave a tenant out for weight 1")
+
+
 class TransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How KV crosses."""
 
     transport: TransportName = "shm"
     host: str = "127.0.0.1"
-    """Compute-plane address that data connections bind to."""
+    """Compute plane, for data connections: an address, a network (10.210.0.0/16) or an interface of this host."""
+    control: str = ""
+    """Plane of the control connections, likewise; empty: the same."""
+    lanes: int = 1
+    """`tcp`: streams to each peer, 1 to 16; more where one does not fill the link."""
+    tls: TlsConfig | None = None
+    """`tcp` and control: encrypt, and want certificates on both sides beside the key."""
+    key_file: str = ""
+    """File of the pre-shared key, hexadecimal; empty: `regauge serve` makes one for its own workers."""
+    mooncake: MooncakeConfig = MooncakeConfig()
+    nixl: NixlConfig = NixlConfig()
     staging_bytes: int = 64 << 20
     """Bytes of the staging slab on each side; bounds the chunks that are in flight."""
     mode: Literal["auto", "fused", "mapped", "staged"] = "auto"
@@ -51,8 +150,12 @@ class TransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Most seconds that a request waits for the other side: an offer for its grant, a grant for its offer."""
     deadline_s: float = 120.0
     """Most seconds from a transfer's grant to its commit."""
+    flow: FlowConfig = FlowConfig()
+    """Flow control."""
     lease_s: float = 30.0
     """Most seconds that granted pages wait for a sign of life from the writer."""
+    resume_s: float = 3.0
+    """Most seconds that a transfer whose link broke waits for a new one; 0: it fails at once."""
 
 
 class LimitsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -110,11 +213,21 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def load(path: Path) -> ServeConfig:
     """Read a TOML file. Raises ConfigError that names the file and the field."""
     try:
-        return msgspec.toml.decode(path.read_bytes(), type=ServeConfig)
+        return decode(path.read_bytes())
     except FileNotFoundError as error:
         raise ConfigError(f"{path}: no such file") from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from error
+    except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
+
+
+def decode(data: bytes) -> ServeConfig:
+    """Read the bytes of a TOML file. Raises ConfigError that names the field."""
+    try:
+        return toml.decode(data, ServeConfig)
+    except msgspec.DecodeError as error:
+        raise ConfigError(str(error)) from error
 
 
 def cache_dir() -> Path:

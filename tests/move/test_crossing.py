@@ -5,11 +5,11 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from regauge.errors import ConfigError, Refused
+from regauge.errors import ConfigError
 from regauge.layout.files import decode, encode
 from regauge.layout.presets import attention_model, from_short, load_model
-from regauge.layout.spec import Array, Group, Layout
-from regauge.move.crossing import Terms, bind, choose_mode, one_pair, slab_bytes
+from regauge.layout.spec import Array
+from regauge.move.crossing import Terms, bind, choose_mode, slab_bytes
 from regauge.move.memory import Slab
 from regauge.plan import compile
 from regauge.plan.cost import DEFAULTS, Setting, TransportConstants
@@ -74,11 +74,3 @@ def test_regions_lie_back_to_back_in_a_slab_that_holds_them() -> None:
         assert decode(encode(bound, format="json"), format="json") == bound
     with Slab(4096) as small, pytest.raises(ConfigError, match="the pool needs 16384 bytes, its slab has 4096"):
         bind(layout, small)
-
-
-def test_several_groups_are_not_carried_yet() -> None:
-    one = from_short("bf16", attention_model("m", 2, Array(2, 8)), pages=2)
-    halves = [Group("attention", layers, 16, one.groups[0].components, 2) for layers in ("0", "1")]
-    two = Layout(one.model, halves)
-    with pytest.raises(Refused, match="2 pairs of state groups"):
-        one_pair(compile(two, one))

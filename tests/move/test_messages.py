@@ -11,12 +11,15 @@ from regauge.errors import ProtocolError
 from regauge.move import messages as m
 
 SAMPLES = [
-    m.Hello(1, "w", "prefill", b"{}", b"", m.Staging(1 << 47, 64, 2)),
-    m.Ready("ab", "staged", "s"),
+    m.Hello(2, "w", "i", "prefill", b"{}", b"", m.Staging(1 << 47, 64, 2)),
+    m.Ready("ab", ["staged", "mapped"], "s"),
     m.Refuse(["no"]),
     m.Offer("t", 5),
-    m.Grant("t", 1, [3, 4], 0, 2.5),
-    m.Written("t", 1, 2, (0, 3), (4, 9), None, 77),
+    m.Grant("t", 1, [m.Table([3, 4]), m.Table([9], 64)], 2, 2.5, 4096, [[3, 3], [0]]),
+    m.Want("t", 1, 4096),
+    m.Credit("t", 1, 8192),
+    m.Written("t", 1, 2, 0, (0, 3), (4, 9), None, 77, bytes(8)),
+    m.Again("t", 1, 2),
     m.Freed(3),
     m.Finish("t", 1, 4, b"x"),
     m.Commit("t"),

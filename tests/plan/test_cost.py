@@ -177,7 +177,9 @@ def test_a_mode_can_be_asked_for_and_refused() -> None:
         ConfigError, match=r"transfer.mode fused: tcp does not map the peer's memory; use auto or mapped or staged"
     ):
         decide(plan, (0, 0), DEFAULTS, Setting("tcp", mode="fused"), (0, 64))
-    with pytest.raises(ConfigError, match="no constants for transport 'carrier pigeon'; known: rdma, shm, tcp"):
+    with pytest.raises(
+        ConfigError, match="no constants for transport 'carrier pigeon'; known: mooncake, nixl, rdma, shm, tcp"
+    ):
         decide(plan, (0, 0), DEFAULTS, Setting("carrier pigeon"), (0, 64))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from regauge.errors import PlanError, Refused
@@ -13,7 +13,8 @@ from regauge.layout.presets import attention_model, from_short, load_model
 from regauge.layout.spec import Array, Group, Layout, Model, Shard, format_layers
 from regauge.move import kernels
 from regauge.plan import check, instantiate
-from regauge.plan.ranks import crossings, path_of, ranks
+from regauge.plan.planner import Plan
+from regauge.plan.ranks import crossings, lacking, leg, path_of, ranks
 from regauge.plan.reference import transfer
 from regauge.plan.sample import roomy
 from regauge.plan.stripes import owned
@@ -177,3 +178,67 @@ def test_stripings_of_a_peer_cost_bounded_memory() -> None:
     for a, b in (((1024, 8191), (1023, 1)), ((4096, 1 << 20), (4095, (1 << 20) - 1))):
         sides = [from_short("bf16", MODEL, shard=Shard(cp_size=n, cp_stripe=stripe)) for n, stripe in (a, b)]
         assert check(*sides).path == "REMAP"
+
+
+def carried(plan: Plan) -> set[tuple[tuple[int, int], str, int, int]]:
+    """What a plan brings: (pair of groups, array, layer, head)."""
+    return {(lane.pair, lane.name, x, head) for lane in plan.lanes for x in lane.layers for head in lane.heads}
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_both_ends_of_a_link_find_the_leg_that_the_whole_has_for_them(data: st.DataObject) -> None:
+    """From two layouts alone; and all legs of a decode rank together lack nothing, but without one of them something."""
+    model = data.draw(hybrids())
+    prefill, decode = data.draw(sides(model, FLOATS)), data.draw(sides(model, FLOATS))
+    assume(len(prefill) * len(decode) <= 48)
+    legs = {(i, j): leg(a, b) for i, a in enumerate(prefill) for j, b in enumerate(decode)}
+    told = {key: carried(plan) for key, plan in legs.items() if plan.lanes}
+    if all(layout.shard.pp_size == 1 for layout in decode):
+        # With stages, the place in the list spreads a decode rank over the holders of a head otherwise than its own rank does.
+        assert told == {(c.prefill, c.decode): carried(c.plan) for c in crossings(prefill, decode)}
+    for j, rank in enumerate(decode):
+        mine = [legs[i, k] for i, k in told if k == j]
+        assert lacking(rank, mine) == []
+        if prefill[0].shard.cp_size == 1:
+            brought = [item for plan in mine for item in carried(plan)]
+            assert len(brought) == len(set(brought)), "something is sent twice"
+        for left_out in range(len(mine)):
+            rest = mine[:left_out] + mine[left_out + 1 :]
+            gone = lacking(rank, rest)
+            assert gone, f"leg {left_out} of {len(mine)} is not missed"
+            assert all(any(lane.name in text for text in gone) for lane in mine[left_out].lanes)
+
+
+def test_what_is_lacking_is_named() -> None:
+    (rank,) = side(1)
+    legs = [leg(a, rank) for a in side(4)]
+    assert lacking(rank, legs) == []
+    assert lacking(rank, legs[1:]) == ["attention k, layers 0 to 3", "attention v, layers 0 to 3"]
+    assert lacking(rank, []) == ["attention k, layers 0 to 3", "attention v, layers 0 to 3"]
+    cut = stages(rank, 2)
+    assert lacking(rank, [leg(cut[1], rank)]) == ["attention k, layers 0 to 1", "attention v, layers 0 to 1"]
+    assert lacking(cut[0], [leg(a, cut[0]) for a in side(4)]) == []
+
+
+def test_stripes_whose_tokens_a_rank_does_not_keep_are_not_missed() -> None:
+    ours, theirs = (ranks(from_short("bf16", MODEL, shard=Shard(cp_size=n, cp_stripe=s))) for n, s in ((2, 2), (4, 1)))
+    for rank in theirs:
+        legs = [plan for a in ours if (plan := leg(a, rank)).lanes]
+        assert len(legs) == 1, "a stripe of four lies in one of two"
+        assert lacking(rank, legs) == []
+        assert lacking(rank, []) != []
+    for rank in ours:
+        legs = [plan for a in theirs if (plan := leg(a, rank)).lanes]
+        assert len(legs) == 2
+        assert lacking(rank, legs) == []
+        assert lacking(rank, legs[:1]) == ["attention k, layers 0 to 3", "attention v, layers 0 to 3"]
+
+
+def test_heads_numbered_by_hand_do_not_tell_those_of_other_ranks() -> None:
+    a, b = side(2)
+    group = a.groups[0]
+    by_hand = [msgspec.structs.replace(c, first_head=0) for c in group.components]
+    layout = msgspec.structs.replace(a, groups=[msgspec.structs.replace(group, components=by_hand)])
+    with pytest.raises(PlanError, match="numbered by hand: they do not tell which heads other ranks hold"):
+        leg(layout, b)

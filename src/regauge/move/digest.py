@@ -42,12 +42,15 @@ class _Box:
     keys: Keyed
 
 
-def run(tiles: Sequence[Tiles], *, threads: int = 1, backend: Backend = "native", isa: Isa = "auto") -> Sums:
+def run(
+    tiles: Sequence[Tiles], *, of: End | None = None, threads: int = 1, backend: Backend = "native", isa: Isa = "auto"
+) -> Sums:
     """Copy or convert every tile, as `kernels.run` does, and digest what is read and what is written.
 
     Copies are digested in the pass that moves them. Conversions are read before and after: their codes are fewer bytes than
-    what they are made of or become, and two passes that each stream cost less than one that does both. A side without
-    keys counts as 0. Raises ValueError for malformed tiles, and when no tile has keys, before anything is written.
+    what they are made of or become, and two passes that each stream cost less than one that does both. With `of` only that end
+    is asked for, and the sum of the other is not. A side without keys counts as 0. Raises ValueError for malformed tiles, and
+    when no tile has keys, before anything is written.
     """
     kernels.check(tiles, threads=threads, backend=backend, isa=isa)
     _check_all(tiles)
@@ -58,11 +61,11 @@ def run(tiles: Sequence[Tiles], *, threads: int = 1, backend: Backend = "native"
     fused = [] if backend == "numpy" else alone
     together = {id(t) for t in fused}
     apart = [t for t in tiles if id(t) not in together]
-    src = [_digest(box, threads, backend, isa) for box in _boxes(apart, "src")]
+    src = [] if of == "dst" else [_digest(box, threads, backend, isa) for box in _boxes(apart, "src")]
     nbytes = kernels.output_bytes(tiles)
     copied = [_copy(t, keys, threads, nbytes, backend, isa) for t in fused if (keys := t.src_keys)]
     kernels.run([t for t in apart if t.only is None], threads=threads, backend=backend, isa=isa)
-    dst = [_digest(box, threads, backend, isa) for box in _boxes(apart, "dst")]
+    dst = [] if of == "src" else [_digest(box, threads, backend, isa) for box in _boxes(apart, "dst")]
     return Sums(add([*src, *copied]), add([*dst, *copied]))
 
 

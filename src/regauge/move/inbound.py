@@ -1,6 +1,6 @@
 """The decode side of transfers over real connections: drives `receiver.Receiver` and owns the page pool's transitions.
 
-All methods belong to one event loop; scatters run in one thread per link.
+All methods belong to one event loop; chunks are checked in one thread per link.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -16,20 +16,32 @@ import numpy as np
 import structlog
 
 from regauge.config import TransferConfig
-from regauge.errors import DeadlineExceeded, LayoutError, ProtocolError, Refused, RegaugeError, TransferFailed
-from regauge.layout.spec import Layout
+from regauge.errors import (
+    DeadlineExceeded,
+    LayoutError,
+    PlanError,
+    ProtocolError,
+    Refused,
+    RegaugeError,
+    TransferFailed,
+)
 from regauge.move import messages as m
-from regauge.move.channel import HELLO_S, Channel, decode_layout, encode_layout
-from regauge.move.crossing import Memory, Scatterer
+from regauge.move import prepared, tls
+from regauge.move.channel import HELLO_S, Channel, decode_layout, encode_layout, listen
+from regauge.move.crossing import Checker, Crossing, Memory, PageTable
+from regauge.move.flow import ReceiverFlow
+from regauge.move.flow_types import LinkState, NicLimits
+from regauge.move.lending import Lending
 from regauge.move.memory import Slab
 from regauge.move.pages import PagePool
-from regauge.move.protocol import Action, Delivered, Failed, FenceLink, Released, Scatter, Send
+from regauge.move.plane import resolve
+from regauge.move.protocol import Action, Check, Delivered, Failed, FenceLink, Released, Send, TransferState
 from regauge.move.receiver import Receiver
 from regauge.move.transport import Region as SlabRegion
 from regauge.move.transport import Transport
-from regauge.plan import Judge, check
+from regauge.plan import Judge, Plan, check
 from regauge.plan.cost import Mode
-from regauge.plan.tiles import Int64
+from regauge.plan.ranks import lacking, leg
 
 log = structlog.get_logger()
 TICK_S = 0.25
@@ -38,7 +50,7 @@ READY_S = 30.0
 """Most seconds for a prefill worker to open its data connection."""
 CLOSE_S = 10.0
 MIN_SLOT = 1 << 20
-MAX_SLOTS = 16
+MAX_SLOTS = 8
 MAX_GREETING = 32
 """Connections that may authenticate at once; a prefill worker whose connection is dropped tries again."""
 
@@ -49,21 +61,25 @@ class _Link:
     channel: Channel
     staging: Slab
     region: SlabRegion
-    scatterer: Scatterer
+    checker: Checker
     path: str
-    mode: Mode
+    modes: tuple[Mode, ...]
+    """How each pair of state groups is written."""
     session: str
+    instance: str
     thread: ThreadPoolExecutor
-    scatters: set[asyncio.Task[None]] = field(default_factory=set)
+    checks: set[asyncio.Task[None]] = field(default_factory=set)
     fencing: bool = False
 
 
 @dataclass(eq=False)
 class _Incoming:
-    pages: Int64
-    origin: int
+    tables: tuple[PageTable, ...]
     future: asyncio.Future[Arrival]
-    peer: str
+    peers: tuple[str, ...]
+    tokens: int
+    covered: bool = False
+    """Its legs are known to bring everything that this rank keeps."""
 
 
 @dataclass(frozen=True)
@@ -78,14 +94,22 @@ class Arrival:
 
 
 class InboundLinks:
-    """All links of a decode worker."""
+    """All links of a decode rank. `pools`: the pages of each of its state groups, leased under a transfer's name."""
 
     def __init__(
-        self, name: str, key: bytes, memory: Memory, transport: Transport, pool: PagePool, config: TransferConfig,
-        judge: Judge = check,
+        self, name: str, key: bytes, memory: Memory, transport: Transport, pools: Sequence[PagePool],
+        config: TransferConfig, judge: Judge = check,
     ) -> None:  # fmt: skip
-        self.receiver = Receiver(lease_s=config.lease_s, offer_s=config.offer_s, deadline_s=config.deadline_s)
-        self.pool = pool
+        nic = NicLimits("compute", config.flow.nic_bytes_per_s, config.flow.rtt_s)
+        flow = ReceiverFlow([nic], limits=config.flow)
+        self.receiver = Receiver(
+            lease_s=config.lease_s,
+            offer_s=config.offer_s,
+            deadline_s=config.deadline_s,
+            resume_s=config.resume_s,
+            flow=flow,
+        )
+        self.pools = tuple(pools)
         self.on_release: Callable[[], None] = lambda: None
         """Called when pages of a failed transfer have been freed."""
         self._name = name
@@ -93,10 +117,14 @@ class InboundLinks:
         self._memory = memory
         self._transport = transport
         self._config = config
+        self._lending = Lending(transport)
+        self._tls = tls.from_config(config.tls)
         self._judge = judge
         self._links: dict[str, _Link] = {}
         self._gone: dict[str, _Link] = {}
         """Links whose control connection has ended and whose writer is not fenced yet."""
+        self._last: dict[str, _Link] = {}
+        """The newest link of each peer, up or not."""
         self._settled = asyncio.Condition()
         """Notified when a link has ended and been fenced."""
         self._incoming: dict[str, _Incoming] = {}
@@ -106,8 +134,8 @@ class InboundLinks:
         """Connections that have not introduced themselves yet."""
 
     async def start(self, host: str, port: int = 0) -> tuple[str, int]:
-        """Listen for prefill workers; return the address."""
-        self._server = await asyncio.start_server(self._accept, host, port)
+        """Listen for prefill workers on a plane (an address, network or interface); return the address."""
+        self._server = await listen(self._accept, await asyncio.to_thread(resolve, host), port, tls=self._tls)
         self._spawn(self._tick())
         bound: tuple[str, int] = self._server.sockets[0].getsockname()[:2]
         return bound
@@ -116,6 +144,7 @@ class InboundLinks:
         """Stop listening and end all links; transfers in flight fail."""
         if self._server is not None:
             self._server.close()
+        self.receiver.give_up()
         for link in list(self._links.values()):
             link.channel.close()
         with contextlib.suppress(TimeoutError):
@@ -125,40 +154,72 @@ class InboundLinks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def expect(self, transfer: str, peer: str, tokens: int, *, origin: int = 0) -> asyncio.Future[Arrival]:
-        """Wait for tokens [origin, tokens) in the pages that `transfer` has leased from the pool.
+    def expect(
+        self, transfer: str, peers: Sequence[str], tokens: int, *, first: int = 0, origins: Sequence[int] = (),
+        tenant: str = "", due_s: float | None = None,
+    ) -> asyncio.Future[Arrival]:  # fmt: skip
+        """Wait for tokens [first, tokens) from every peer, in the pages that `transfer` has leased from each pool.
 
-        The future raises TransferFailed with the reason; the pages are freed here then. When it succeeds they are committed, and the
-        caller frees them after use.
+        `origins`: the token that each group's table begins with (default: 0). `tenant`, and `due_s` seconds in which the transfer
+        should be complete, are for flow control. The future raises TransferFailed with the reason; the
+        pages are freed here then. When it succeeds they are committed, and the caller frees them after use.
         """
-        pages = self.pool.owned(transfer)
+        starts = list(origins) or [0] * len(self.pools)
+        owned = [pool.owned(transfer) for pool in self.pools]
+        tables = [m.Table(pages, origin) for pages, origin in zip(owned, starts, strict=True)]
         future: asyncio.Future[Arrival] = asyncio.get_running_loop().create_future()
         future.add_done_callback(lambda f: None if f.cancelled() else f.exception())
-        actions = self.receiver.expect(transfer, peer, tokens, tuple(pages), time.monotonic(), origin=origin)
-        self._incoming[transfer] = _Incoming(np.array(pages, np.int64), origin, future, peer)
+        now = time.monotonic()
+        due = None if due_s is None else now + due_s
+        actions = self.receiver.expect(transfer, peers, tokens, tables, now, first=first, tenant=tenant, due=due)
+        own = tuple(PageTable(np.array(t.pages, np.int64), t.origin) for t in tables)
+        self._incoming[transfer] = _Incoming(own, future, tuple(peers), tokens)
+        self._cover(transfer)
         self._run(actions)
         return future
+
+    def transfers(self) -> list[TransferState]:
+        """Describe each transfer that is not over."""
+        return self.receiver.transfers(time.monotonic())
 
     def cancel(self, transfer: str, reason: str) -> None:
         """The request is over; a transfer that has ended already is ignored."""
         self._run(self.receiver.cancel(transfer, reason, time.monotonic()))
 
+    def flow(self) -> list[LinkState]:
+        """Describe what each NIC of this side has granted and what waits for it; empty without flow control."""
+        return [] if self.receiver.flow is None else self.receiver.flow.links()
+
+    def _cover(self, transfer: str) -> None:
+        """Give a transfer up whose peers together do not send what this rank keeps, as soon as all their links stand."""
+        incoming = self._incoming.get(transfer)
+        if incoming is None or incoming.covered or not all(peer in self._links for peer in incoming.peers):
+            return
+        incoming.covered = True
+        gone = lacking(self._memory.layout, [self._links[peer].checker.crossing.plan for peer in incoming.peers])
+        if gone:
+            reason = f"{', '.join(incoming.peers)} together do not send {'; '.join(gone)}: name every prefill rank"
+            self.cancel(transfer, reason)
+
     def _run(self, actions: Iterable[Action]) -> None:
         for action in actions:
             match action:
                 case Send(peer, message):
-                    if peer in self._links:
-                        self._links[peer].channel.send(message)
-                case Scatter(peer):
+                    if (link := self._links.get(peer)) is not None:
+                        if isinstance(message, m.Grant) and self._lending.checked:
+                            incoming = self._incoming[message.transfer]
+                            ranges = link.checker.lent(link.modes, incoming.tables, (message.first, incoming.tokens))
+                            self._lending.lend(message.transfer, message.epoch, link.session, ranges)
+                        link.channel.send(message)
+                case Check(peer):
                     link = self._links[peer]
-                    self._spawn(self._scatter(link, action), link.scatters)
+                    self._spawn(self._check(link, action), link.checks)
                 case Delivered(transfer):
                     self._delivered(transfer, action)
                 case Failed(transfer, reason, held):
                     self._failed(transfer, reason, held=held)
                 case Released(transfer):
-                    self.pool.release(transfer)
-                    self.on_release()
+                    self._release(transfer)
                     log.info("pages released after fence", transfer=transfer)
                 case FenceLink(peer):
                     self._fence(peer)
@@ -167,20 +228,28 @@ class InboundLinks:
 
     def _delivered(self, transfer: str, done: Delivered) -> None:
         incoming = self._incoming.pop(transfer)
-        link = self._links[incoming.peer]
-        self.pool.commit(transfer)
-        incoming.future.set_result(Arrival(done.handover, link.path, link.mode, done.wire_bytes, done.seconds))
+        self._lending.take_back(transfer)
+        for pool in self.pools:
+            pool.commit(transfer)
+        link = self._last[incoming.peers[0]]
+        incoming.future.set_result(Arrival(done.handover, link.path, link.modes[0], done.wire_bytes, done.seconds))
 
     def _failed(self, transfer: str, reason: str, *, held: bool) -> None:
         incoming = self._incoming.pop(transfer)
         if held:
-            self.pool.quarantine(transfer)
+            for pool in self.pools:
+                pool.quarantine(transfer)
         else:
-            self.pool.release(transfer)
-            self.on_release()
-        log.warning("transfer failed", transfer=transfer, peer=incoming.peer, reason=reason, quarantined=held)
+            self._release(transfer)
+        log.warning("transfer failed", transfer=transfer, peers=incoming.peers, reason=reason, quarantined=held)
         if not incoming.future.done():
             incoming.future.set_exception(TransferFailed(reason))
+
+    def _release(self, transfer: str) -> None:
+        self._lending.take_back(transfer)
+        for pool in self.pools:
+            pool.release(transfer)
+        self.on_release()
 
     def _fence(self, peer: str) -> None:
         link = self._links.get(peer)
@@ -195,13 +264,13 @@ class InboundLinks:
     async def _fence_gone(self, link: _Link) -> None:
         while not await asyncio.to_thread(self._transport.fence_inbound, link.session, FENCE_S):
             log.warning("a writer cannot be fenced yet; its pages stay quarantined", peer=link.peer)
-        if link.scatters:
-            await asyncio.gather(*link.scatters, return_exceptions=True)
+        if link.checks:
+            await asyncio.gather(*link.checks, return_exceptions=True)
         link.thread.shutdown(wait=False)
         await asyncio.to_thread(self._transport.unregister, link.region)
         link.staging.close()
-        self._run(self.receiver.link_fenced(link.peer))
         del self._gone[link.peer]
+        self._run(self.receiver.link_fenced(link.peer, time.monotonic()))
         async with self._settled:
             self._settled.notify_all()
 
@@ -215,13 +284,15 @@ class InboundLinks:
         self._greeting += 1
         try:
             try:
-                channel = await Channel.accept(reader, writer, self._key)
+                channel = await Channel.accept(reader, writer, self._key, tls=self._tls)
                 link = await self._greet(channel)
             finally:
                 self._greeting -= 1
-            self._links[link.peer] = link
-            self.receiver.link_up(link.peer, len(link.scatterer.layers))
-            log.info("link up", peer=link.peer, path=link.path, mode=link.mode)
+            self._links[link.peer] = self._last[link.peer] = link
+            log.info("link up", peer=link.peer, path=link.path, mode=link.modes[0])
+            self._run(self.receiver.link_up(link.peer, link.checker.crossing.parts, link.instance, time.monotonic()))
+            for transfer in list(self._incoming):
+                self._cover(transfer)
             while True:
                 self._run(self.receiver.on_message(link.peer, await channel.receive(), time.monotonic()))
         except RegaugeError as error:
@@ -246,7 +317,8 @@ class InboundLinks:
             verdict = self._judge(layout, self._memory.layout)
             if verdict.path == "REFUSED":
                 raise Refused(tuple(str(r) for r in verdict.refusals))
-        except (ProtocolError, LayoutError, Refused) as error:
+            plan = await asyncio.to_thread(leg, layout, self._memory.layout)
+        except (ProtocolError, LayoutError, PlanError, Refused) as error:
             channel.send(m.Refuse([str(error)[:4_000]]))
             raise
         # A peer that maps the pages writes them directly, unless told otherwise: its slots stay empty.
@@ -254,7 +326,7 @@ class InboundLinks:
         size = 4096 if direct else self._config.staging_bytes
         staging = await asyncio.to_thread(Slab, size, f"staging:{hello.worker}")
         try:
-            return await self._finish_greeting(channel, hello, layout, verdict.path, verdict.pair, staging)
+            return await self._finish_greeting(channel, hello, plan, staging)
         except BaseException:
             staging.close()
             raise
@@ -269,21 +341,19 @@ class InboundLinks:
         except TimeoutError:
             raise ProtocolError(f"the last connection of {worker} cannot be fenced yet; try again later") from None
 
-    async def _finish_greeting(
-        self, channel: Channel, hello: m.Hello, layout: Layout, path: str, pair: str, staging: Slab
-    ) -> _Link:
+    async def _finish_greeting(self, channel: Channel, hello: m.Hello, plan: Plan, staging: Slab) -> _Link:
         slots = max(1, min(MAX_SLOTS, staging.nbytes // MIN_SLOT))
         offered = m.Staging(staging.address, staging.nbytes // slots // 64 * 64, slots)
-        scatterer = Scatterer(layout, self._memory, offered, threads=self._config.kernel_threads)
         region = self._transport.register(staging)  # by name: of two connections of one worker at once, one fails here
+        verdict = plan.verdict
         try:
-            channel.send(m.Hello(m.VERSION, self._name, "decode", encode_layout(self._memory.layout),
-                                 self._transport.export(), offered))  # fmt: skip
+            channel.send(m.Hello(m.VERSION, self._name, self._transport.session, "decode",
+                                 encode_layout(self._memory.layout), self._transport.export(), offered))  # fmt: skip
             async with asyncio.timeout(READY_S):
                 ready = await channel.receive()
             if isinstance(ready, m.Refuse):
                 raise Refused(tuple(ready.reasons))
-            if not isinstance(ready, m.Ready) or ready.pair != pair:
+            if not isinstance(ready, m.Ready) or ready.pair != verdict.pair or len(ready.modes) != len(plan.pairs):
                 raise ProtocolError(f"{hello.worker} does not agree on the pair of layouts: {ready!r}")
         except BaseException as error:
             await asyncio.to_thread(self._transport.unregister, region)
@@ -292,21 +362,27 @@ class InboundLinks:
                     f"{hello.worker} did not open its data connection within {READY_S:g} s"
                 ) from error
             raise
-        return _Link(hello.worker, channel, staging, region, scatterer, path, ready.mode, ready.session,
-                     ThreadPoolExecutor(1, thread_name_prefix=f"scatter-{hello.worker}"))  # fmt: skip
+        crossing = Crossing(plan, prepared.TransferKeys(self._key, ready.session), threads=self._config.kernel_threads)
+        checker = Checker(crossing, self._memory, offered)
+        if "staged" in ready.modes:
+            self._lending.slots(ready.session, offered)
+        return _Link(hello.worker, channel, staging, region, checker, verdict.path, tuple(ready.modes), ready.session,
+                     hello.instance, ThreadPoolExecutor(1, thread_name_prefix=f"check-{hello.worker}"))  # fmt: skip
 
-    async def _scatter(self, link: _Link, chunk: Scatter) -> None:
+    async def _check(self, link: _Link, chunk: Check) -> None:
         incoming = self._incoming.get(chunk.transfer)
-        error = ""
+        error, agrees = "", True
         if incoming is not None:
             loop = asyncio.get_running_loop()
             try:
-                await loop.run_in_executor(link.thread, link.scatterer.scatter, chunk, incoming.pages, incoming.origin)
+                agrees = await loop.run_in_executor(link.thread, link.checker.check, chunk, incoming.tables)
             except Exception as failure:  # whatever broke, this request fails and the slot is given back
                 log.exception("a chunk could not be brought into its pages", transfer=chunk.transfer)
                 error = f"a chunk could not be brought into its pages: {failure}"
+            if not agrees:
+                log.warning("a chunk is not what was sent", peer=link.peer, transfer=chunk.transfer, seq=chunk.seq)
         try:
-            self._run(self.receiver.scattered(chunk.transfer, chunk.seq, chunk.slot, time.monotonic(), error=error))
+            self._run(self.receiver.checked(chunk, time.monotonic(), agrees=agrees, error=error))
         except ProtocolError as failure:
             log.warning("the peer broke the protocol", peer=link.peer, error=str(failure))
             link.channel.close()

@@ -13,7 +13,7 @@ from msgspec import Meta
 from regauge.errors import ProtocolError
 from regauge.plan.cost import Mode
 
-VERSION = 1
+VERSION = 2
 MAX_FRAME = 4 << 20
 """Bytes: a page table of 256 Ki pages, or a layout, fits."""
 
@@ -21,6 +21,8 @@ Name = Annotated[str, Meta(min_length=1, max_length=200)]
 Text = Annotated[str, Meta(max_length=4_000)]
 Count = Annotated[int, Meta(ge=0, le=2**40)]
 Address = Annotated[int, Meta(ge=0, lt=2**62)]
+Digest = Annotated[bytes, Meta(min_length=8, max_length=8)]
+"""A sum of `regauge.plan.digest`, little-endian."""
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
@@ -35,11 +37,20 @@ class Staging(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     slots: Annotated[int, Meta(ge=1, le=4096)]
 
 
+class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The pages of one state group of decode that hold tokens `origin`, `origin` + 1, ... of a transfer."""
+
+    pages: list[Count]
+    origin: Count = 0
+
+
 class Hello(Message, frozen=True, tag="hello"):
     """First message of either side: who speaks, how its KV lies (layout as JSON), and where its memory is reached."""
 
     version: int
     worker: Name
+    instance: Name
+    """Of this process: a restarted worker is another one, and knows of no transfer."""
     role: Literal["prefill", "decode"]
     layout: bytes
     export: bytes
@@ -47,10 +58,10 @@ class Hello(Message, frozen=True, tag="hello"):
 
 
 class Ready(Message, frozen=True, tag="ready"):
-    """Prefill's second message: the pair's digest as it sees it, how it will write, and its data connection."""
+    """Prefill's second message: the pair's digest as it sees it, how it writes each pair of groups, and its data connection."""
 
     pair: Name
-    mode: Mode
+    modes: Annotated[list[Mode], Meta(max_length=64)]
     session: Name
 
 
@@ -61,33 +72,67 @@ class Refuse(Message, frozen=True, tag="refuse"):
 
 
 class Offer(Message, frozen=True, tag="offer"):
-    """Prefill will send the KV of a prompt of that many tokens."""
+    """Prefill will send the KV of a prompt of that many tokens. On a new link: it goes on with a transfer of the last one."""
 
     transfer: Name
     tokens: Count
 
 
 class Grant(Message, frozen=True, tag="grant"):
-    """Decode lends pages: the page table for tokens `origin`, `origin` + 1, ..., until the lease ends."""
+    """Decode lends pages for tokens [first, tokens of the offer), until the lease ends: a table for each of its groups."""
 
     transfer: Name
     epoch: Count
-    pages: list[Count]
-    origin: Count
+    tables: Annotated[list[Table], Meta(max_length=64)]
+    first: Count
     lease_s: float
+    credit: Count | None = None
+    """Bytes that may be written from the start of this epoch; None: all."""
+    done: list[list[Count]] = []
+    """On a new link: for each pair of groups and shared layer the token before which everything has arrived. Empty: nothing has."""
+
+
+class Want(Message, frozen=True, tag="want"):
+    """Prefill has so many bytes of this epoch computed, written ones included: they can be given credit."""
+
+    transfer: Name
+    epoch: Count
+    nbytes: Count
+
+
+class Credit(Message, frozen=True, tag="credit"):
+    """Bytes that may be written from the start of the epoch; a smaller number than before changes nothing."""
+
+    transfer: Name
+    epoch: Count
+    upto: Count
+    rank: Annotated[int, Meta(ge=0, le=9)] = 0
+    """Class of the transfer among those that this worker sends; the lowest goes first, in it what has least left."""
 
 
 class Written(Message, frozen=True, tag="written"):
-    """A chunk has landed: layers and tokens [first, end), in its pages or in a staging slot."""
+    """A chunk has landed: layers and tokens [first, end) of a pair of groups, in its pages or in a staging slot."""
 
     transfer: Name
     epoch: Count
     seq: Count
+    pair: Count
+    """Position among the pairs of groups of the link."""
     layers: tuple[Count, Count]
     """Positions in the shared layers, [first, end)."""
     tokens: tuple[Count, Count]
     slot: Count | None
     nbytes: Count
+    digest: Digest
+    """Of what was written: of the wire's elements with a slot, else of the target's."""
+
+
+class Again(Message, frozen=True, tag="again"):
+    """What decode finds is not what the digest says: the chunk is to be written once more."""
+
+    transfer: Name
+    epoch: Count
+    seq: Count
 
 
 class Freed(Message, frozen=True, tag="freed"):
@@ -97,7 +142,7 @@ class Freed(Message, frozen=True, tag="freed"):
 
 
 class Finish(Message, frozen=True, tag="finish"):
-    """Every chunk is written; what decode needs beside the KV (the first token) comes along."""
+    """Every chunk of the epoch is written; what decode needs beside the KV (the first token) comes along."""
 
     transfer: Name
     epoch: Count
@@ -106,7 +151,7 @@ class Finish(Message, frozen=True, tag="finish"):
 
 
 class Commit(Message, frozen=True, tag="commit"):
-    """Decode has everything; prefill may reuse the source pages."""
+    """Decode has everything, and every digest agrees; prefill may reuse the source pages."""
 
     transfer: Name
 
@@ -137,7 +182,8 @@ class Fenced(Message, frozen=True, tag="fenced"):
 
 
 AnyMessage = (
-    Hello | Ready | Refuse | Offer | Grant | Written | Freed | Finish | Commit | Renew | Abort | Fence | Fenced
+    Hello | Ready | Refuse | Offer | Grant | Want | Credit | Written | Again | Freed | Finish | Commit | Renew | Abort
+    | Fence | Fenced
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()
@@ -156,7 +202,7 @@ def decode(body: bytes) -> AnyMessage:
     """Read a frame's body. Raises ProtocolError that says which field is wrong."""
     try:
         return _decoder.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(f"control message: {error}") from error
 
 

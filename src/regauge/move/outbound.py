@@ -1,39 +1,60 @@
 """The prefill side of transfers over real connections: drives `sender.Sender`.
 
-All methods belong to one event loop; writes run in one thread per link.
+All methods belong to one event loop; writes run in a few threads per link.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import structlog
 
 from regauge.config import TransferConfig
-from regauge.errors import ProtocolError, Refused, RegaugeError, TransferFailed, TransportError
+from regauge.errors import DeadlineExceeded, ProtocolError, Refused, RegaugeError, TransferFailed, TransportError
 from regauge.layout.spec import Layout
 from regauge.move import messages as m
+from regauge.move import tls
 from regauge.move.channel import Channel, decode_layout, encode_layout
 from regauge.move.costs import read
-from regauge.move.crossing import Memory, Terms, Writer
+from regauge.move.crossing import DEPTH, Crossing, Memory, PageTable, Terms, Writer
 from regauge.move.memory import Slab
-from regauge.move.protocol import Action, Delivered, Failed, Granted, Range, Released, Send, Write
-from regauge.move.sender import LinkLimits, Sender
-from regauge.move.transport import Peer, Transport
-from regauge.plan import Judge, check
+from regauge.move.plane import Plane, resolve
+from regauge.move.prepared import TransferKeys
+from regauge.move.protocol import (
+    Action,
+    Delivered,
+    Failed,
+    Granted,
+    Range,
+    Released,
+    Relink,
+    Send,
+    TransferState,
+    Write,
+)
+from regauge.move.sender import Sender
+from regauge.move.transport import Peer, Ticket, Transport
+from regauge.plan import Judge, Plan, check
 from regauge.plan.cost import DEFAULTS, Mode, Setting
-from regauge.plan.tiles import Int64
+from regauge.plan.ranks import leg
 
 log = structlog.get_logger()
 TICK_S = 0.25
 FENCE_S = 10.0
+TICKET_S = 5.0
+"""Seconds after its deadline in which a transport must end a post."""
+RELINK_S = (0.02, 0.5)
+"""First and longest pause between two attempts to make a link anew."""
+GATHER_THREADS = 2
+"""Chunks of a link that are gathered and digested at once; those that the transport carries take no thread."""
+
+Address = tuple[str, int]
 
 
 @dataclass(eq=False)
@@ -44,8 +65,9 @@ class _Link:
     writer: Writer
     slot: Slab | None
     thread: ThreadPoolExecutor
+    instance: str
     task: asyncio.Task[None] | None = None
-    writing: asyncio.Task[None] | None = None
+    writes: set[asyncio.Task[None]] = field(default_factory=set)
     closing: bool = False
 
 
@@ -54,18 +76,20 @@ class Outgoing:
     """One transfer on its way out. `ready` and `finish` are for the event loop's thread."""
 
     transfer: str
-    peer: str
-    pages: Int64
+    tables: tuple[PageTable, ...]
     path: str
     mode: Mode
+    """Of the first pair of state groups."""
     _links: OutboundLinks
     _done: asyncio.Future[Delivered]
     _free: Callable[[], None] = field(repr=False)
     granted: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when decode has lent its pages."""
+    """Set when every decode rank has lent its pages."""
+    first: int = 0
+    """Decode has the tokens before this one already; known once granted."""
 
     def ready(self, layers: Range, tokens: Range) -> None:
-        """Layers [first, end) of tokens [first, end) are in the pool."""
+        """Layers [first, end) of the model hold their state for tokens [first, end) in the pool."""
         self._links.run(self._links.sender.ready(self.transfer, layers, tokens, time.monotonic()))
 
     def finish(self, handover: bytes) -> None:
@@ -98,52 +122,61 @@ class Outgoing:
 
 
 class OutboundLinks:
-    """All links of a prefill worker."""
+    """All links of a prefill rank."""
 
     def __init__(
         self, name: str, key: bytes, memory: Memory, transport: Transport, config: TransferConfig,
         judge: Judge = check,
     ) -> None:  # fmt: skip
-        self.sender = Sender(offer_s=config.offer_s, deadline_s=config.deadline_s)
+        self.sender = Sender(offer_s=config.offer_s, deadline_s=config.deadline_s, resume_s=config.resume_s)
         self._name = name
         self._key = key
         self._memory = memory
         self._transport = transport
         self._config = config
+        self._tls = tls.from_config(config.tls)
         self._constants = read(Path(config.costs)) if config.costs else DEFAULTS
         self._judge = judge
         self._links: dict[str, _Link] = {}
+        self._addresses: dict[str, Address] = {}
         self._opening: dict[str, asyncio.Lock] = {}
+        self._relinking: dict[str, asyncio.Task[None]] = {}
         self._transfers: dict[str, Outgoing] = {}
         self._ticker: asyncio.Task[None] | None = None
 
     async def start(
-        self, transfer: str, peer: str, address: tuple[str, int], pages: Int64, tokens: int, free: Callable[[], None]
-    ) -> Outgoing:
-        """Offer a transfer of `tokens` tokens that the engine writes into `pages`.
+        self, transfer: str, peers: Mapping[str, Address], tables: Sequence[PageTable], tokens: int,
+        free: Callable[[], None],
+    ) -> Outgoing:  # fmt: skip
+        """Offer a transfer of `tokens` tokens to some decode ranks; the engine writes it into `tables`, one for each state group.
 
         `free` is called once, when no write reads the pages any more. Raises Refused, AuthError, TransportError or ProtocolError
         when there is no link and none can be made; `free` is not called then.
         """
-        link = await self._link(peer, address)
+        links = [await self._link(peer, address) for peer, address in peers.items()]
         if transfer in self._transfers:
             raise ProtocolError(f"transfer {transfer!r} is under way already")
         future: asyncio.Future[Delivered] = asyncio.get_running_loop().create_future()
         future.add_done_callback(lambda f: f.exception())  # an error nobody waits for is still logged by `run`
-        verdict = link.writer.plan.verdict
-        out = Outgoing(transfer, peer, pages, verdict.path, link.writer.mode, self, future, free)
+        writer = links[0].writer
+        verdict = writer.crossing.plan.verdict
+        out = Outgoing(transfer, tuple(tables), verdict.path, writer.modes[0], self, future, free)
         self._transfers[transfer] = out
         try:
-            actions = self.sender.offer(transfer, peer, tokens, time.monotonic())
+            actions = self.sender.offer(transfer, list(peers), tokens, time.monotonic())
         except ProtocolError:
             del self._transfers[transfer]
             raise
         self.run(actions)
         return out
 
-    async def connect(self, peer: str, address: tuple[str, int]) -> None:
-        """Make the link to a decode worker ahead of its first transfer. Raises as `start` does."""
+    async def connect(self, peer: str, address: Address) -> None:
+        """Make the link to a decode rank ahead of its first transfer. Raises as `start` does."""
         await self._link(peer, address)
+
+    def transfers(self) -> list[TransferState]:
+        """Describe each transfer that is not over."""
+        return self.sender.transfers(time.monotonic())
 
     def run(self, actions: Iterable[Action]) -> None:
         """Carry actions out."""
@@ -154,34 +187,44 @@ class OutboundLinks:
                         self._links[peer].channel.send(message)
                 case Write(peer):
                     link = self._links[peer]
-                    if not link.closing:  # else `link_lost` comes, and ends the transfer
-                        link.writing = asyncio.create_task(self._write(link, action))
-                case Granted(transfer):
+                    if not link.closing:  # else `link_lost` comes, and begins anew or ends the transfer
+                        task = asyncio.create_task(self._write(link, action))
+                        link.writes.add(task)
+                        task.add_done_callback(link.writes.discard)
+                case Relink(peer):
+                    if peer not in self._relinking:
+                        self._relinking[peer] = asyncio.create_task(self._relink(peer))
+                case Granted(transfer, first):
+                    self._transfers[transfer].first = first
                     self._transfers[transfer].granted.set()
-                case Delivered(transfer):
-                    out = self._transfers.pop(transfer)
-                    out._free()
-                    out._done.set_result(action)
-                case Failed(transfer, reason, held):
-                    out = self._transfers[transfer] if held else self._transfers.pop(transfer)
-                    log.warning("transfer failed", transfer=transfer, peer=out.peer, reason=reason)
-                    out._done.set_exception(TransferFailed(reason))
-                    if not held:
-                        out._free()
-                case Released(transfer):
-                    self._transfers.pop(transfer)._free()
+                case Delivered() | Failed() | Released():
+                    self._ended(action)
                 case _:
                     raise AssertionError(f"a sender does not {action!r}")
 
+    def _ended(self, action: Delivered | Failed | Released) -> None:
+        held = isinstance(action, Failed) and action.held
+        out = self._transfers[action.transfer] if held else self._transfers.pop(action.transfer)
+        if not held:
+            out._free()
+        if isinstance(action, Delivered):
+            out._done.set_result(action)
+        elif isinstance(action, Failed):
+            log.warning("transfer failed", transfer=action.transfer, reason=action.reason)
+            out._done.set_exception(TransferFailed(action.reason))
+
     async def close(self) -> None:
         """End all links; transfers in flight fail."""
-        if self._ticker is not None:
-            self._ticker.cancel()
-        for link in list(self._links.values()):
+        for task in (self._ticker, *self._relinking.values()):
+            if task is not None:
+                task.cancel()
+        self.run(self.sender.give_up("the prefill worker is closing"))
+        links = list(self._links.values())
+        for link in links:
             link.channel.close()
-        await asyncio.gather(*(link.task for link in list(self._links.values()) if link.task), return_exceptions=True)
+        await asyncio.gather(*(link.task for link in links if link.task), return_exceptions=True)
 
-    async def _link(self, peer: str, address: tuple[str, int]) -> _Link:
+    async def _link(self, peer: str, address: Address) -> _Link:
         async with self._opening.setdefault(peer, asyncio.Lock()):
             old = self._links.get(peer)
             if old is not None and not old.closing:
@@ -189,22 +232,43 @@ class OutboundLinks:
             if old is not None and old.task is not None:
                 await asyncio.wait([old.task])
             link = await self._open(peer, address)
-            link.channel.send(m.Ready(link.writer.plan.verdict.pair, link.writer.mode, link.data.session))
+            plan = link.writer.crossing.plan
+            link.channel.send(m.Ready(plan.verdict.pair, list(link.writer.modes), link.data.session))
             self._links[peer] = link
-            self.sender.link_up(peer, LinkLimits(self._slots(link), link.writer.layers_for))
+            self._addresses[peer] = address
+            self.run(self.sender.link_up(peer, link.writer.terms(), link.instance))
             link.task = asyncio.create_task(self._serve(link))
             self._ticker = self._ticker or asyncio.create_task(self._tick())
             return link
 
-    def _slots(self, link: _Link) -> int:
-        staging = link.writer.staging
-        return staging.slots if link.writer.mode == "staged" and staging is not None else 0
+    async def _relink(self, peer: str) -> None:
+        """Make a link anew for the transfers that wait for it; they stop waiting by themselves."""
+        pause = RELINK_S[0]
+        try:
+            while self.sender.waits_for(peer):
+                try:
+                    await self._link(peer, self._addresses[peer])
+                except Refused as error:
+                    self.run(self.sender.link_refused(peer, f"no new link to {peer}: {error}"))
+                except RegaugeError as error:  # nobody is there yet, or the old link is not fenced yet
+                    log.info("no link yet", peer=peer, error=str(error))
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, RELINK_S[1])
+        finally:
+            del self._relinking[peer]
 
-    async def _open(self, peer: str, address: tuple[str, int]) -> _Link:
-        channel = await Channel.open(*address, self._key)
+    async def _open(self, peer: str, address: Address) -> _Link:
+        channel = await Channel.open(*address, self._key, plane=await self._plane(), tls=self._tls)
         try:
             channel.send(
-                m.Hello(m.VERSION, self._name, "prefill", encode_layout(self._memory.layout), self._transport.export())
+                m.Hello(
+                    m.VERSION,
+                    self._name,
+                    self._transport.session,
+                    "prefill",
+                    encode_layout(self._memory.layout),
+                    self._transport.export(),
+                )
             )
             hello = await channel.hello()
             if hello.worker != peer or hello.role != "decode":
@@ -213,32 +277,44 @@ class OutboundLinks:
             verdict = self._judge(self._memory.layout, layout)
             if verdict.path == "REFUSED":
                 raise Refused(tuple(str(r) for r in verdict.refusals))
+            plan = await asyncio.to_thread(self._plan, peer, layout)
             data = await asyncio.to_thread(self._transport.connect, hello.export, FENCE_S)
-            return await asyncio.to_thread(self._prepare, peer, channel, data, layout, hello.staging)
+            return await asyncio.to_thread(self._prepare, hello, channel, data, plan)
         except BaseException:
             channel.close()
             raise
 
-    def _prepare(self, peer: str, channel: Channel, data: Peer, layout: Layout, staging: m.Staging | None) -> _Link:
-        slot = Slab(staging.slot_bytes, f"slot:{peer}") if staging is not None else None
+    async def _plane(self) -> Plane:
+        return await asyncio.to_thread(resolve, self._config.control or self._config.host)
+
+    def _plan(self, peer: str, layout: Layout) -> Plan:
+        plan = leg(self._memory.layout, layout)
+        if not plan.lanes:
+            raise Refused((f"nothing of what {peer} keeps is sent from {self._name}: leave it out of the transfer",))
+        return plan
+
+    def _prepare(self, hello: m.Hello, channel: Channel, data: Peer, plan: Plan) -> _Link:
+        peer, staging = hello.worker, hello.staging
+        slot = Slab(DEPTH * staging.slot_bytes, f"slot:{peer}") if staging is not None else None
         try:
             if slot is not None:
                 self._transport.register(slot)
-            setting = Setting(self._transport.kind, mode=self._config.mode)
+            setting = Setting(self._transport.medium, mode=self._config.mode)
             terms = Terms(self._transport.caps.maps_memory, setting, self._constants)
-            writer = Writer(
-                self._memory, layout, data, staging, terms=terms, slot=slot, threads=self._config.kernel_threads
-            )
-            log.info("link opened", peer=peer, mode=writer.mode, why=writer.why)
+            keys = TransferKeys(self._key, data.session)
+            crossing = Crossing(plan, keys, threads=self._config.kernel_threads)
+            writer = Writer(crossing, self._memory, data, staging, terms=terms, slot=slot)
+            log.info("link opened", peer=peer, modes=writer.modes, why=writer.why)
         except BaseException:
             data.close()
             if slot is not None:
-                slot.close()
+                self._withdraw(slot)
             raise
-        return _Link(peer, channel, data, writer, slot, ThreadPoolExecutor(1, thread_name_prefix=f"write-{peer}"))
+        threads = ThreadPoolExecutor(min(GATHER_THREADS, writer.depth), thread_name_prefix=f"write-{peer}")
+        return _Link(peer, channel, data, writer, slot, threads, hello.instance)
 
     async def _serve(self, link: _Link) -> None:
-        """Read the link's messages until it ends, then fail its transfers once nothing is in flight."""
+        """Read the link's messages until it ends, then let its transfers wait for a new one once nothing is in flight."""
         reason = f"the link to {link.peer} was closed"
         try:
             while True:
@@ -254,35 +330,62 @@ class OutboundLinks:
             await self._end(link)
             log.info("link ended", peer=link.peer, reason=reason)
             del self._links[link.peer]
-            self.run(self.sender.link_lost(link.peer, reason))
+            self.run(self.sender.link_lost(link.peer, reason, time.monotonic()))
 
     async def _end(self, link: _Link) -> None:
         await asyncio.to_thread(link.data.fence, FENCE_S)
-        if link.writing is not None:
-            await asyncio.gather(link.writing, return_exceptions=True)
+        if link.writes:
+            await asyncio.gather(*link.writes, return_exceptions=True)
         link.thread.shutdown(wait=False)
         await asyncio.to_thread(link.data.close)
         if link.slot is not None:
-            region = next((r for r in self._transport.memory().table.regions if r.name == link.slot.name), None)
-            if region is not None:
-                await asyncio.to_thread(self._transport.unregister, region)
-            link.slot.close()
+            await asyncio.to_thread(self._withdraw, link.slot)
+
+    def _withdraw(self, slot: Slab) -> None:
+        region = next((r for r in self._transport.memory().table.regions if r.name == slot.name), None)
+        if region is not None:
+            self._transport.unregister(region)
+        slot.close()
 
     async def _write(self, link: _Link, chunk: Write) -> None:
         out = self._transfers[chunk.transfer]
-        loop = asyncio.get_running_loop()
+        loop, limit = asyncio.get_running_loop(), self._config.deadline_s
         try:
-            nbytes = await loop.run_in_executor(
-                link.thread, link.writer.write, chunk, np.asarray(out.pages), self._config.deadline_s
-            )
-        except Exception as error:  # noqa: BLE001  # whatever broke, bytes may still land: only the link's end is certain
-            level = log.warning if isinstance(error, TransportError) else log.exception
-            level("write failed", peer=link.peer, transfer=chunk.transfer, error=str(error))
+            posted = await loop.run_in_executor(link.thread, link.writer.start, chunk, out.tables, limit)
+            if posted.ticket is not None:
+                await _landed(posted.ticket, limit + TICKET_S)
+            link.writer.ended(posted)
+        except TransportError as error:  # bytes may still land: only the link's end is certain
+            log.warning("write failed", peer=link.peer, transfer=chunk.transfer, error=str(error))
+            link.closing = True
             link.channel.close()
-            return
-        self.run(self.sender.written(chunk.transfer, chunk.seq, chunk.layers, chunk.tokens, chunk.slot, nbytes))
+        except Exception as error:  # whatever else broke will break again on a new link
+            log.exception("write failed", peer=link.peer, transfer=chunk.transfer)
+            link.closing = True
+            link.channel.close()
+            self.run(self.sender.cancel(chunk.transfer, f"a chunk could not be written: {error}"))
+        else:
+            self.run(
+                self.sender.written(chunk.transfer, link.peer, chunk.epoch, chunk.seq, posted.nbytes, posted.digest)
+            )
 
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
             self.run(self.sender.tick(time.monotonic()))
+
+
+async def _landed(ticket: Ticket, limit_s: float) -> None:
+    """Wait until a post has landed, without a thread. Raises TransportError when it failed, or has not ended in time."""
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+
+    def tell(_: Ticket) -> None:
+        loop.call_soon_threadsafe(ended.set)
+
+    ticket.add_done_callback(tell)
+    try:
+        async with asyncio.timeout(limit_s):
+            await ended.wait()
+    except TimeoutError as error:
+        raise DeadlineExceeded(f"a write of {ticket.nbytes} bytes did not end within {limit_s:g} s") from error
+    ticket.check()

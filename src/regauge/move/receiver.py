@@ -2,131 +2,206 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from regauge.errors import ProtocolError
 from regauge.move import messages as m
-from regauge.move.protocol import Action, Delivered, Failed, FenceLink, Released, Scatter, Send
+from regauge.move.flow import ReceiverFlow
+from regauge.move.flow_types import Credit, Demand, FlowAction, Refuse
+from regauge.move.inleg import InLeg
+from regauge.move.protocol import Action, Check, Delivered, Failed, FenceLink, Part, Released, Send, TransferState
+
+MAX_EARLY = 10_000
+"""Offers that wait for their request, and ends that are remembered."""
 
 
 @dataclass(slots=True)
 class _Inbound:
-    peer: str
     tokens: int
-    pages: tuple[int, ...]
-    origin: int
-    epoch: int
+    tables: tuple[m.Table, ...]
+    first: int
+    begun: float
     deadline: float
-    offered: bool = False
-    state: Literal["expected", "granted", "fencing"] = "expected"
-    lease_until: float = float("inf")
-    granted_at: float = 0.0
-    arrived: list[int] = field(default_factory=list)
-    """Per shared layer: the position up to which tokens have been written."""
-    scattering: set[int] = field(default_factory=set)
-    written: int = 0
-    wire_bytes: int = 0
-    finish: m.Finish | None = None
-    quiet: bool = False
-    """The writer has stopped; only a scatter of ours may still touch the pages."""
+    legs: dict[str, InLeg]
+    tenant: str = ""
+    due: float | None = None
+    """By when the KV should be here: what flow control goes by."""
+    granted_at: float | None = None
+    handover: bytes = b""
+    failed: str = ""
+
+    @property
+    def state(self) -> str:
+        if self.failed:
+            return "quarantined"
+        return "expected" if any(leg.state == "expected" for leg in self.legs.values()) else "granted"
 
 
 class Receiver:
-    """The decode side of all transfers of one worker."""
+    """The decode side of all transfers of one rank."""
 
-    def __init__(self, *, lease_s: float, offer_s: float, deadline_s: float) -> None:
+    def __init__(
+        self, *, lease_s: float, offer_s: float, deadline_s: float, resume_s: float, flow: ReceiverFlow | None = None
+    ) -> None:  # fmt: skip
+        """Without `flow` every grant is for all of a transfer's bytes at once."""
         self._lease_s = lease_s
         self._offer_s = offer_s
         self._deadline_s = deadline_s
+        self._resume_s = resume_s
         self._inbound: dict[str, _Inbound] = {}
         self._early: dict[tuple[str, str], tuple[int, float]] = {}
         """Offers that came before the request: (peer, transfer) -> tokens, expiry."""
+        self._ended: OrderedDict[tuple[str, str], str] = OrderedDict()
+        """How transfers ended, for a peer that lost the word: (peer, transfer) -> reason, empty if delivered."""
         self._epoch = 0
-        self._layers: dict[str, int] = {}
+        self.flow = flow
+        self._flowing: dict[str, tuple[str, str]] = {}
+        """Legs that flow control knows, by epoch: (transfer, peer)."""
+        self._parts: dict[str, tuple[Part, ...]] = {}
+        self._instances: dict[str, str] = {}
 
-    @property
-    def transfers(self) -> dict[str, str]:
-        """State of each transfer that is not over, for inspection."""
-        return {name: t.state for name, t in self._inbound.items()}
+    def transfers(self, now: float) -> list[TransferState]:
+        """Describe each transfer that is not over."""
+        return [
+            TransferState(
+                name, "decode", t.state, t.tokens, now - t.begun, t.deadline - now, t.failed,
+                [leg.describe() for leg in t.legs.values()],
+            )
+            for name, t in self._inbound.items()
+        ]  # fmt: skip
 
-    def link_up(self, peer: str, layers: int) -> None:
-        """A link to a prefill worker stands; the pair shares so many layers."""
-        self._layers[peer] = layers
+    def link_up(self, peer: str, parts: Sequence[Part], instance: str, now: float) -> list[Action]:
+        """A link to a prefill rank stands. A restarted peer is another instance, and knows nothing of what was under way."""
+        self._parts[peer] = tuple(parts)
+        before, self._instances[peer] = self._instances.get(peer, instance), instance
+        if before == instance:
+            return []
+        actions: list[Action] = []
+        for name, t in list(self._inbound.items()):
+            leg = t.legs.get(peer)
+            if leg is not None and leg.state in ("lost", "parked") and not t.failed:
+                actions += self._fail(name, t, f"prefill worker {peer} has been restarted", now)
+        return actions
 
     def expect(
         self,
         transfer: str,
-        peer: str,
+        peers: Sequence[str],
         tokens: int,
-        pages: tuple[int, ...],
+        tables: Sequence[m.Table],
         now: float,
         *,
-        origin: int = 0,
+        first: int = 0,
+        tenant: str = "",
+        due: float | None = None,
     ) -> list[Action]:
-        """A request waits for tokens [origin, tokens) in the leased pages. Raises ProtocolError for a name in use."""
+        """A request waits for tokens [first, tokens) from every peer, in leased pages: a table for each state group.
+
+        `tenant` and `due` (by when it should be here) are for flow control.
+
+        Raises ProtocolError for a name in use.
+        """
         if transfer in self._inbound:
             raise ProtocolError(f"transfer {transfer!r} is expected already")
-        self._epoch += 1
-        t = _Inbound(peer, tokens, pages, origin, self._epoch, now + self._offer_s)
+        t = _Inbound(tokens, tuple(tables), first, now, now + self._offer_s, {p: InLeg(p) for p in peers}, tenant, due)
         self._inbound[transfer] = t
-        early = self._early.pop((peer, transfer), None)
-        if early is None:
-            return []
-        return self._offered(transfer, t, early[0], now)
+        actions: list[Action] = []
+        for peer in peers:
+            self._ended.pop((peer, transfer), None)
+            early = self._early.pop((peer, transfer), None)
+            if early is not None and not t.failed:
+                actions += self._offered(transfer, t, t.legs[peer], early[0], now)
+        return actions
 
     def cancel(self, transfer: str, reason: str, now: float) -> list[Action]:
         """The request is over before its KV came. Unknown transfers are ignored: they have ended already."""
         t = self._inbound.get(transfer)
-        return self._fail(transfer, t, reason, now) if t is not None and t.state != "fencing" else []
+        return self._fail(transfer, t, reason, now) if t is not None and not t.failed else []
 
     def on_message(self, peer: str, message: m.Message, now: float) -> list[Action]:
         """Take a message. Raises ProtocolError when the peer breaks the rules: the link must then end."""
         match message:
             case m.Offer():
                 return self._on_offer(peer, message, now)
-            case m.Written() | m.Finish() | m.Renew() | m.Abort() | m.Fenced():
+            case m.Want() | m.Written() | m.Finish() | m.Renew() | m.Abort() | m.Fenced():
                 t = self._inbound.get(message.transfer)
                 if t is None:
                     # It has ended here, or was never asked for: a late word about it changes nothing.
                     self._early.pop((peer, message.transfer), None)
                     return []
-                if t.peer != peer:
-                    raise ProtocolError(f"{peer} speaks of transfer {message.transfer!r}, which is {t.peer}'s")
-                return self._on_own(message.transfer, t, message, now)
+                leg = t.legs.get(peer)
+                if leg is None:
+                    raise ProtocolError(
+                        f"{peer} speaks of transfer {message.transfer!r}, which is {', '.join(t.legs)}'s"
+                    )
+                return self._on_own(message.transfer, t, leg, message, now)
         raise ProtocolError(f"{peer} sent {type(message).__name__}, which prefill does not say here")
 
-    def scattered(self, transfer: str, seq: int, slot: int, now: float, *, error: str = "") -> list[Action]:
-        """A `Scatter` has run (or failed): its slot is empty."""
-        t = self._inbound.get(transfer)
-        if t is None:
-            return []
-        actions: list[Action] = [Send(t.peer, m.Freed(slot))]
-        t.scattering.discard(seq)
-        if t.state == "fencing":
-            return actions + self._release(transfer, t)
+    def checked(self, check: Check, now: float, *, agrees: bool = True, error: str = "") -> list[Action]:
+        """A `Check` has run (or failed): its slot is empty, and the chunk is what was sent, or is not."""
+        actions: list[Action] = []
+        if check.slot is not None and check.peer in self._parts:
+            actions.append(Send(check.peer, m.Freed(check.slot)))
+        name, t = check.transfer, self._inbound.get(check.transfer)
+        leg = None if t is None else t.legs.get(check.peer)
+        chunk = None if leg is None or leg.epoch != check.epoch else leg.checking.pop(check.seq, None)
+        if t is None or leg is None or chunk is None:
+            return actions
+        if t.failed:
+            return actions + self._settle(name, t)
         if error:
-            return actions + self._fail(transfer, t, error, now)
-        return actions + self._maybe_commit(transfer, t, now)
+            return actions + self._fail(name, t, error, now)
+        if agrees:
+            leg.verify(chunk)
+            return actions + self._maybe_commit(name, t, now)
+        if chunk.tries > 1:
+            return actions + self._fail(name, t, f"chunk {check.seq} from {leg.peer} arrived corrupted twice", now)
+        leg.again[check.seq] = chunk  # also when its link is gone: nothing from here on counts as verified
+        if leg.state != "granted":
+            return actions
+        chunk.tries += 1
+        leg.resent += 1
+        return [*actions, Send(leg.peer, m.Again(name, leg.epoch, check.seq))]
 
     def link_lost(self, peer: str, reason: str, now: float) -> list[Action]:
-        """The control connection is gone: fail the peer's transfers, and fence its data connection."""
-        self._layers.pop(peer, None)
+        """The control connection is gone. The data connection is fenced; what is under way waits for a new link."""
+        self._parts.pop(peer, None)
         for key in [k for k in self._early if k[0] == peer]:
             del self._early[key]
         actions: list[Action] = []
         for name, t in list(self._inbound.items()):
-            if t.peer == peer and t.state == "granted":
-                actions += [a for a in self._fail(name, t, reason, now) if not isinstance(a, Send)]
+            leg = t.legs.get(peer)
+            if leg is None or leg.state != "granted":
+                continue
+            actions += self._leaves(leg, now)
+            if leg.complete:  # nothing more was to come; only the commit may have to be said twice
+                leg.state, leg.lease_until = "parked", float("inf")
+                continue
+            leg.state, leg.lease_until = "lost", now + self._resume_s
+            if self._resume_s <= 0:
+                actions += self._fail(name, t, reason, now)
         return [*actions, FenceLink(peer)]
 
-    def link_fenced(self, peer: str) -> list[Action]:
-        """Nothing that the peer wrote can land any more, and no scatter from its slots is running."""
+    def give_up(self) -> None:
+        """Wait for no new link from now on: the worker is closing."""
+        self._resume_s = 0.0
+
+    def link_fenced(self, peer: str, now: float) -> list[Action]:
+        """Nothing that the peer wrote can land any more, and no check of its chunks is running."""
         actions: list[Action] = []
         for name, t in list(self._inbound.items()):
-            if t.peer == peer and t.state == "fencing":
-                t.quiet = True
-                actions += self._release(name, t)
+            leg = t.legs.get(peer)
+            if leg is None or leg.state not in ("lost", "fencing"):
+                continue
+            leg.state = "over" if t.failed else "parked"
+            leg.checking.clear()
+            leg.again.clear()
+            if t.failed:
+                actions += self._settle(name, t)
+            elif leg.lease_until <= now:
+                actions += self._fail(name, t, f"no new link from {peer} within {self._resume_s:g} s", now)
         return actions
 
     def tick(self, now: float) -> list[Action]:
@@ -136,108 +211,186 @@ class Receiver:
         actions: list[Action] = []
         late = set()
         for name, t in list(self._inbound.items()):
-            if t.lease_until <= now:
-                late.add(t.peer)
-                if t.state != "fencing":
-                    actions += self._fail(name, t, f"no sign of life from {t.peer} for {self._lease_s:g} s", now)
-                t.lease_until = now + self._lease_s
-            elif t.state == "fencing":
-                continue
-            elif t.deadline <= now:
-                actions += self._fail(name, t, f"the KV cache did not arrive from {t.peer} in time", now)
+            for leg in t.legs.values():
+                if leg.lease_until > now or leg.state in ("expected", "over"):
+                    continue
+                leg.lease_until = now + self._lease_s
+                if leg.state in ("granted", "fencing"):
+                    late.add(leg.peer)
+                    reason = f"no sign of life from {leg.peer} for {self._lease_s:g} s"
+                else:
+                    reason = f"lost the link to {leg.peer}, and no new one stands after {self._resume_s:g} s"
+                if not t.failed:
+                    actions += self._fail(name, t, reason, now)
+            if not t.failed and t.deadline <= now:
+                waiting = ", ".join(leg.peer for leg in t.legs.values() if not leg.complete)
+                actions += self._fail(name, t, f"the KV cache did not arrive from {waiting} in time", now)
+        if self.flow is not None:
+            actions += self._credited(self.flow.tick(now))
         # A silent writer cannot be asked to fence: its connection is ended for it.
         return actions + [FenceLink(peer) for peer in sorted(late)]
 
+    # ---- messages ----
+
     def _on_offer(self, peer: str, message: m.Offer, now: float) -> list[Action]:
-        t = self._inbound.get(message.transfer)
+        name, t = message.transfer, self._inbound.get(message.transfer)
         if t is None:
-            if len(self._early) >= 10_000:
+            if (ended := self._ended.get((peer, name))) is not None:
+                return [Send(peer, m.Abort(name, ended) if ended else m.Commit(name))]
+            if len(self._early) >= MAX_EARLY:
                 raise ProtocolError(f"{peer} offers more transfers than anybody asked for")
-            self._early[peer, message.transfer] = (message.tokens, now + self._offer_s)
+            self._early[peer, name] = (message.tokens, now + self._offer_s)
             return []
-        if t.peer != peer:
-            raise ProtocolError(f"{peer} offers transfer {message.transfer!r}, which is {t.peer}'s")
-        if t.offered:
+        leg = t.legs.get(peer)
+        if leg is None:
+            raise ProtocolError(f"{peer} offers transfer {name!r}, which is {', '.join(t.legs)}'s")
+        if t.failed:
+            return [Send(peer, m.Abort(name, t.failed))]
+        if leg.state not in ("expected", "parked"):
             return []
-        return self._offered(message.transfer, t, message.tokens, now)
+        return self._offered(name, t, leg, message.tokens, now)
 
-    def _offered(self, name: str, t: _Inbound, tokens: int, now: float) -> list[Action]:
-        t.offered = True
+    def _offered(self, name: str, t: _Inbound, leg: InLeg, tokens: int, now: float) -> list[Action]:
         if tokens != t.tokens:
-            return self._fail(name, t, f"{t.peer} offers {tokens} tokens, the request has {t.tokens}", now)
-        t.state, t.granted_at = "granted", now
-        t.lease_until, t.deadline = now + self._lease_s, now + self._deadline_s
-        t.arrived = [t.origin] * self._layers[t.peer]
-        return [Send(t.peer, m.Grant(name, t.epoch, list(t.pages), t.origin, self._lease_s))]
+            reason = f"{leg.peer} offers {tokens} tokens, the request has {t.tokens}"
+            return [Send(leg.peer, m.Abort(name, reason)), *self._fail(name, t, reason, now)]
+        if t.deadline <= now:  # this process stood still
+            reason = f"{leg.peer} offers {name!r} after the request's time"
+            return [Send(leg.peer, m.Abort(name, reason)), *self._fail(name, t, reason, now)]
+        parts = self._parts[leg.peer]
+        if any(part.group >= len(t.tables) for part in parts):
+            raise ProtocolError(
+                f"{name!r}: {len(t.tables)} page tables, but the link of {leg.peer} carries more groups"
+            )
+        self._epoch += 1
+        done = leg.grant(self._epoch, parts, t.first, t.tokens, now + self._lease_s)
+        if t.granted_at is None:
+            t.granted_at = now
+        if all(each.state != "expected" for each in t.legs.values()):
+            t.deadline = min(t.deadline, now + self._deadline_s) if done else now + self._deadline_s
+        credit = self._arrives(name, t, leg, now)
+        grant = m.Grant(name, leg.epoch, list(t.tables), t.first, self._lease_s, None if self.flow is None else 0, done)
+        return [Send(leg.peer, grant), *credit]
 
-    def _on_own(self, name: str, t: _Inbound, message: m.Message, now: float) -> list[Action]:
-        if t.state == "fencing" and isinstance(message, m.Fenced | m.Abort):
-            t.quiet = True
-            return self._release(name, t)
-        if t.state == "fencing":
-            # The writer had not seen the fence yet. Its slot is empty at once: nobody will scatter it.
-            slot = message.slot if isinstance(message, m.Written) else None
-            return [] if slot is None else [Send(t.peer, m.Freed(slot))]
-        if isinstance(message, m.Abort):
-            t.quiet = True
-            held = bool(t.scattering)
-            t.state = "fencing"
-            return [Failed(name, message.reason, held=held), *(self._release(name, t) if held else self._drop(name))]
-        if t.state != "granted":
-            raise ProtocolError(f"{t.peer} sent {type(message).__name__} for {name!r} before any page was granted")
-        t.lease_until = now + self._lease_s
-        if isinstance(message, m.Written):
-            return self._on_written(name, t, message)
-        if isinstance(message, m.Finish):
-            self._check_epoch(name, t, message.epoch)
-            t.finish = message
-            return self._maybe_commit(name, t, now)
+    def _on_own(
+        self, name: str, t: _Inbound, leg: InLeg, message: m.Want | m.Written | m.Finish | m.Renew | m.Abort | m.Fenced,
+        now: float,
+    ) -> list[Action]:  # fmt: skip
+        if isinstance(message, m.Fenced | m.Abort):
+            return self._on_quiet(name, t, leg, message, now)
+        if t.failed:
+            # The writer had not seen the fence yet. Its slot is empty at once: nobody will read it.
+            if leg.state != "fencing" or not isinstance(message, m.Written) or message.epoch != leg.epoch:
+                return []
+            return [] if message.slot is None else [Send(leg.peer, m.Freed(message.slot))]
+        if leg.state == "expected":
+            raise ProtocolError(f"{leg.peer} sent {type(message).__name__} for {name!r} before any page was granted")
+        stale = not isinstance(message, m.Renew) and message.epoch < leg.epoch
+        if leg.state != "granted" or stale:
+            return []  # a word of an earlier link: it changes nothing, and its slot was of that link
+        leg.lease_until = now + self._lease_s
+        key = str(leg.epoch)
+        if isinstance(message, m.Renew):
+            return [] if self.flow is None else self._credited(self.flow.renew(key, now))
+        if message.epoch != leg.epoch:
+            raise ProtocolError(f"{leg.peer}: {name!r} has epoch {leg.epoch}, not {message.epoch}")
+        match message:
+            case m.Written():
+                check = leg.written(message)
+                landed = [] if self.flow is None else self._credited(self.flow.landed(key, leg.landed, now))
+                return [check, *landed]
+            case m.Want():
+                return [] if self.flow is None else self._credited(self.flow.backlog(key, message.nbytes, now))
+            case m.Finish():
+                leg.finished(message)
+                t.handover = message.handover or t.handover
+                return [*self._leaves(leg, now), *self._maybe_commit(name, t, now)]
         return []
 
-    def _on_written(self, name: str, t: _Inbound, message: m.Written) -> list[Action]:
-        self._check_epoch(name, t, message.epoch)
-        (first, end), (start, stop) = message.layers, message.tokens
-        if not (first < end <= len(t.arrived) and start < stop <= t.tokens):
-            raise ProtocolError(f"{t.peer}: {name!r} has no layers {first}..{end - 1}, tokens {start}..{stop - 1}")
-        if t.finish is not None or any(at != start for at in t.arrived[first:end]):
-            raise ProtocolError(
-                f"{t.peer}: {name!r} layers {first}..{end - 1} from token {start} come twice or out of order"
-            )
-        t.arrived[first:end] = [stop] * (end - first)
-        t.written += 1
-        t.wire_bytes += message.nbytes
-        if message.slot is None:
-            return []
-        t.scattering.add(message.seq)
-        return [Scatter(t.peer, name, message.seq, message.layers, message.tokens, message.slot)]
+    def _on_quiet(self, name: str, t: _Inbound, leg: InLeg, message: m.Fenced | m.Abort, now: float) -> list[Action]:
+        """The writer says that nothing is in flight any more, and that it has given the transfer up."""
+        if t.failed:
+            if leg.state != "fencing":
+                return []
+            leg.state = "over"
+            return self._settle(name, t)
+        if isinstance(message, m.Fenced):
+            raise ProtocolError(f"{leg.peer} says that {name!r} is fenced, which nobody asked for")
+        leg.state = "over"
+        return self._fail(name, t, message.reason, now)
 
     def _maybe_commit(self, name: str, t: _Inbound, now: float) -> list[Action]:
-        if t.finish is None or t.scattering:
+        if not all(leg.complete for leg in t.legs.values()):
             return []
-        if t.finish.chunks != t.written or any(at != t.tokens for at in t.arrived):
-            raise ProtocolError(f"{t.peer} finished {name!r} with chunks missing")
         del self._inbound[name]
-        done = Delivered(name, t.finish.handover, t.wire_bytes, now - t.granted_at)
-        return [Send(t.peer, m.Commit(name)), done]
+        actions: list[Action] = []
+        for leg in t.legs.values():
+            self._remember(leg.peer, name, "")
+            if leg.state == "granted":
+                actions.append(Send(leg.peer, m.Commit(name)))
+        begun = t.granted_at if t.granted_at is not None else now
+        return [*actions, Delivered(name, t.handover, sum(leg.wire_bytes for leg in t.legs.values()), now - begun)]
 
-    def _release(self, name: str, t: _Inbound) -> list[Action]:
-        if not t.quiet or t.scattering:
+    # ---- flow control: a leg is known there by its epoch ----
+
+    def _arrives(self, name: str, t: _Inbound, leg: InLeg, now: float) -> list[Action]:
+        if self.flow is None:
             return []
-        return [*self._drop(name), Released(name)]
+        leg.credit = 0
+        self._flowing[str(leg.epoch)] = (name, leg.peer)
+        unit = max((p.token_bytes for p in leg.parts), default=1)
+        demand = Demand(str(leg.epoch), leg.peer, leg.missing, tenant=t.tenant, deadline=t.due, unit_bytes=unit)
+        return self._credited(self.flow.arrive(demand, now))
 
-    def _drop(self, name: str) -> list[Action]:
-        del self._inbound[name]
-        return []
+    def _leaves(self, leg: InLeg, now: float) -> list[Action]:
+        if self.flow is None or self._flowing.pop(str(leg.epoch), None) is None:
+            return []
+        return self._credited(self.flow.end(str(leg.epoch), now))
+
+    def _credited(self, actions: Sequence[FlowAction]) -> list[Action]:
+        out: list[Action] = []
+        for action in actions:
+            name, peer = self._flowing.get(action.transfer, ("", ""))
+            t = self._inbound.get(name)
+            leg = None if t is None else t.legs[peer]
+            if leg is None or leg.state != "granted" or str(leg.epoch) != action.transfer:
+                continue
+            if isinstance(action, Credit):
+                leg.credit = action.data_bytes
+                out.append(Send(peer, m.Credit(name, leg.epoch, action.data_bytes, int(action.rank))))
+            elif isinstance(action, Refuse):
+                out.append(Send(peer, m.Abort(name, action.reason)))
+        return out
+
+    # ---- endings ----
 
     def _fail(self, name: str, t: _Inbound, reason: str, now: float) -> list[Action]:
-        if t.state == "expected":
-            del self._inbound[name]
-            told = [Send(t.peer, m.Abort(name, reason))] if t.offered else []
-            return [*told, Failed(name, reason, held=False)]
-        t.state, t.lease_until = "fencing", now + self._lease_s
-        return [Send(t.peer, m.Fence(name)), Failed(name, reason, held=True)]
+        t.failed = reason
+        actions: list[Action] = []
+        for leg in t.legs.values():
+            leg.again.clear()
+            actions += self._leaves(leg, now)
+            if leg.state == "granted":
+                leg.state, leg.lease_until = "fencing", now + self._lease_s
+                actions.append(Send(leg.peer, m.Fence(name)))
+            elif leg.state == "lost":
+                leg.state = "fencing"  # `link_fenced` comes
+                leg.lease_until = float("inf")
+            elif leg.state in ("expected", "parked"):
+                leg.state = "over"
+        held = not all(leg.quiet for leg in t.legs.values())
+        return [*actions, Failed(name, reason, held=held), *self._settle(name, t, released=held)]
 
-    @staticmethod
-    def _check_epoch(name: str, t: _Inbound, epoch: int) -> None:
-        if epoch != t.epoch:
-            raise ProtocolError(f"{t.peer}: {name!r} has epoch {t.epoch}, not {epoch}")
+    def _settle(self, name: str, t: _Inbound, *, released: bool = True) -> list[Action]:
+        """Let the pages of a failed transfer go once nothing can touch them."""
+        if not all(leg.quiet for leg in t.legs.values()):
+            return []
+        del self._inbound[name]
+        for leg in t.legs.values():
+            self._remember(leg.peer, name, t.failed)
+        return [Released(name)] if released else []
+
+    def _remember(self, peer: str, name: str, reason: str) -> None:
+        self._ended[peer, name] = reason
+        while len(self._ended) > MAX_EARLY:
+            self._ended.popitem(last=False)

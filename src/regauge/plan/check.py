@@ -16,7 +16,7 @@ from typing import Literal
 import numpy as np
 
 from regauge.layout.dtypes import DTYPES
-from regauge.layout.spec import Component, Group, Layout, Model, Rope, Scale, State, format_layers, scale_table
+from regauge.layout.spec import Component, Group, Layout, Model, Rope, Scale, Shard, State, format_layers, scale_table
 from regauge.layout.view import component_view, scale_view
 
 Path = Literal["NONE", "DIRECT", "REMAP", "CONVERT", "REFUSED"]
@@ -197,7 +197,7 @@ def _lanes(prefill: Layout, decode: Layout) -> Iterator[LaneVerdict]:
     for j, dst in enumerate(decode.groups):
         for i, src in enumerate(prefill.groups):
             layers = tuple(sorted(set(src.layer_ids) & set(dst.layer_ids)))
-            if src.kind != dst.kind or not layers or not _share_tokens(prefill, decode):
+            if src.kind != dst.kind or not layers or not share_tokens(prefill.shard, decode.shard):
                 continue
             for b in dst.components:
                 a = next((c for c in src.components if c.name == b.name), None)
@@ -212,12 +212,11 @@ def _lanes(prefill: Layout, decode: Layout) -> Iterator[LaneVerdict]:
                     yield LaneVerdict(b.name, i, j, layers, heads, path, convert + remap)
 
 
-def _share_tokens(prefill: Layout, decode: Layout) -> bool:
+def share_tokens(p: Shard, d: Shard) -> bool:
     """Say whether some token lies on both ranks: whether a stripe of one overlaps a stripe of the other.
 
     Stripes start at multiples of their periods; the differences of those are the multiples of the periods' greatest common divisor.
     """
-    p, d = prefill.shard, decode.shard
     period = gcd(p.cp_size * p.cp_stripe, d.cp_size * d.cp_stripe)
     low = p.cp_rank * p.cp_stripe - (d.cp_rank + 1) * d.cp_stripe + 1
     high = (p.cp_rank + 1) * p.cp_stripe - 1 - d.cp_rank * d.cp_stripe

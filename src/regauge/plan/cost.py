@@ -22,6 +22,7 @@ from typing import Literal
 import msgspec
 import numpy as np
 
+from regauge import toml
 from regauge.errors import ConfigError
 from regauge.layout.dtypes import DTYPES
 from regauge.plan.boxes import Side
@@ -98,6 +99,9 @@ DEFAULTS = Constants(
     transports={
         "shm": TransportConstants(post_s=100e-6, piece_s=0.3e-6, bytes_per_s=7e9, maps_memory=True),
         "tcp": TransportConstants(post_s=150e-6, piece_s=1.5e-6, bytes_per_s=2e9),
+        # Both over tcp (bench/LOG.md); with RDMA the constants are those of `rdma`.
+        "mooncake": TransportConstants(post_s=500e-6, piece_s=50e-6, bytes_per_s=0.4e9),
+        "nixl": TransportConstants(post_s=400e-6, piece_s=15e-6, bytes_per_s=0.7e9),
         # 3 us a descriptor: (5.48 s - 0.28 s) / 1.71 million (sglang#40500, Mooncake); 82 % of line: 164 of 200 GB/s (Mooncake, July 2026).
         "rdma": TransportConstants(post_s=20e-6, piece_s=3e-6, share=0.82),
     },
@@ -157,8 +161,8 @@ class Decision:
 def decode(data: bytes) -> Constants:
     """Read constants from TOML. Raises ConfigError that names the field."""
     try:
-        found = msgspec.toml.decode(data, type=Constants)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        found = toml.decode(data, Constants)
+    except msgspec.DecodeError as error:
         raise ConfigError(f"{error}; `regauge bench calibrate --out FILE` writes such a file") from error
     runs = [r.run_bytes for r in found.kernels.copy]
     if not runs or runs != sorted(set(runs)) or runs[0] < 1:

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 
 from regauge.errors import PlanError, Refused
 from regauge.layout.spec import Group, Layout, Shard
-from regauge.plan.check import Path, worst
+from regauge.plan.check import Path, share_tokens, worst
 from regauge.plan.planner import Plan, compile
 
 MAX_RANKS = 4096
@@ -72,11 +73,71 @@ def crossings(prefill: Sequence[Layout], decode: Sequence[Layout]) -> list[Cross
     out = []
     holdings = [list(_holdings(layout)) for layout in prefill]
     for j, b in enumerate(decode):
-        for i, take in _sources(prefill, holdings, b, j).items():
+        sources, gone = _sources(prefill, holdings, b, j)
+        if gone:
+            raise Refused(tuple(gone))
+        for i, take in sources.items():
             plan = compile(prefill[i], b, take=take)
             if plan.lanes:
                 out.append(Crossing(i, j, plan))
     return out
+
+
+def leg(prefill: Layout, decode: Layout) -> Plan:
+    """Plan what this prefill rank sends to this decode rank, told by their layouts alone; maybe nothing (no lanes).
+
+    Both ends find the same plan, and all the legs of a decode rank together bring what it keeps: `lacking` says whether they do. Raises
+    Refused as `compile`, and PlanError where one rank does not tell which heads the others of its stage hold.
+    """
+    family, take = _family(prefill), None
+    if len(family) > 1:
+        holdings = [list(_holdings(layout)) for layout in family]
+        index = decode.shard.tp_rank * decode.shard.cp_size + decode.shard.cp_rank
+        mine = prefill.shard.tp_rank * prefill.shard.cp_size + prefill.shard.cp_rank
+        take = _sources(family, holdings, decode, index)[0].get(mine, {})
+    return compile(prefill, decode, take=take)
+
+
+def lacking(decode: Layout, legs: Sequence[Plan]) -> list[str]:
+    """Say what a decode rank keeps that none of these legs brings to it."""
+    brought: dict[tuple[int, str, int, int], set[int]] = {}
+    for plan in legs:
+        for lane in plan.lanes:
+            for layer in lane.layers:
+                for head in lane.heads:
+                    brought.setdefault((lane.pair[1], lane.name, layer, head), set()).add(plan.prefill.shard.cp_rank)
+    stripes = sum(map(partial(share_tokens, decode.shard), _stripes(legs[0].prefill.shard))) if legs else 1
+    out = []
+    for i, group in enumerate(decode.groups):
+        for c in group.components:
+            heads = decode.heads(group, c)
+            gone = [
+                layer for layer in group.layer_ids
+                if any(len(brought.get((i, c.name, layer, head), ())) < stripes for head in heads)
+            ]  # fmt: skip
+            if gone:
+                out.append(f"{group.kind} {c.name}, layers {min(gone)} to {max(gone)}")
+    return out
+
+
+def _stripes(shard: Shard) -> list[Shard]:
+    """Return the context-parallel ranks among which tokens are dealt out as here."""
+    return [msgspec.structs.replace(shard, cp_rank=rank) for rank in range(shard.cp_size)]
+
+
+def _family(layout: Layout) -> list[Layout]:
+    """Return all tensor- and context-parallel ranks of a rank's pipeline stage, as far as what they hold goes."""
+    shard = layout.shard
+    count = shard.tp_size * shard.cp_size
+    if count > MAX_RANKS:
+        raise PlanError(f"{shard.tp_size} x {shard.cp_size} ranks; at most {MAX_RANKS} are paired")
+    if shard.tp_size > 1 and any(c.first_head >= 0 for group in layout.groups for c in group.components):
+        raise PlanError("the heads of this rank are numbered by hand: they do not tell which heads other ranks hold")
+    return [
+        msgspec.structs.replace(layout, shard=msgspec.structs.replace(shard, tp_rank=t, cp_rank=c))
+        for t in range(shard.tp_size)
+        for c in range(shard.cp_size)
+    ]
 
 
 def path_of(pairs: Sequence[Crossing]) -> Path:
@@ -97,15 +158,15 @@ def _holdings(layout: Layout) -> Iterator[Held]:
 
 def _sources(
     prefill: Sequence[Layout], holdings: Sequence[list[Held]], decode: Layout, index: int
-) -> dict[int, dict[tuple[str, str, int], set[int]]]:
-    """Return, by prefill rank, the heads of each (kind, component, layer) that it sends to this decode rank."""
+) -> tuple[dict[int, dict[tuple[str, str, int], set[int]]], list[str]]:
+    """Return, by prefill rank, the heads of each (kind, component, layer) that it sends to this decode rank; and what nobody holds."""
     holders: dict[tuple[str, str, int, int], list[int]] = {}
     for i, held in enumerate(holdings):
         for kind, name, layer, heads in held:
             for head in heads:
                 holders.setdefault((kind, name, layer, head), []).append(i)
     out: dict[int, dict[tuple[str, str, int], set[int]]] = {}
-    lacking: list[str] = []
+    lack: list[str] = []
     for group in decode.groups:
         for c in group.components:
             gone = set()
@@ -117,10 +178,8 @@ def _sources(
                     for i in senders:
                         out.setdefault(i, {}).setdefault((group.kind, c.name, layer), set()).add(head)
             if gone:
-                lacking.append(_lack(group, c.name, gone, index))
-    if lacking:
-        raise Refused(tuple(lacking))
-    return out
+                lack.append(_lack(group, c.name, gone, index))
+    return out, lack
 
 
 def _lack(group: Group, name: str, layers: set[int], index: int) -> str:

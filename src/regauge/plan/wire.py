@@ -29,6 +29,7 @@ class WireFormat:
         self.plan = plan
         self.convert_at = convert_at
         self._halves: dict[tuple[tuple[int, int], int], tuple[Plan, Plan]] = {}
+        self._bytes: dict[tuple[tuple[int, int], int], int] = {}
 
     def halves(self, pair: tuple[int, int], tokens: int) -> tuple[Plan, Plan]:
         """Return the plans source -> wire and wire -> target for chunks of that many tokens of a pair of groups."""
@@ -45,7 +46,12 @@ class WireFormat:
 
     def layer_bytes(self, pair: tuple[int, int], tokens: int) -> int:
         """Return the bytes of one layer of a chunk on the wire."""
-        return self.layout(pair, tokens).groups[0].components[0].at.strides["layer"]
+        key = (pair, tokens)
+        if key not in self._bytes:
+            if len(self._bytes) >= 64 * _CACHED:
+                self._bytes.clear()
+            self._bytes[key] = self.layout(pair, tokens).groups[0].components[0].at.strides["layer"]
+        return self._bytes[key]
 
     def layout(self, pair: tuple[int, int], tokens: int) -> Layout:
         """Return the wire layout of a chunk of that many tokens, all shared layers, the heads that the plan carries."""

@@ -1,0 +1,120 @@
+"""What a worker's transfer layer shows of itself: its links, pools, incoming data connections, and what its transfers came to.
+
+Transfers under way describe themselves (`protocol.TransferState`); ended ones are counted (`ledger.py`). Everything here belongs to the worker's event loop.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import msgspec
+
+if TYPE_CHECKING:  # whoever only shows these figures needs no transfer layer
+    from regauge.move.inbound import InboundLinks
+    from regauge.move.outbound import OutboundLinks
+    from regauge.move.pages import PagePool
+    from regauge.move.transport import Transport
+
+SHOWN_DIGITS = 8
+"""Of a session's name: enough to find it in a log, too few to name it to a transport."""
+
+
+class LinkState(msgspec.Struct, frozen=True):
+    """One link, as this end sees it."""
+
+    peer: str
+    state: str
+    """`up`; `closing` (prefill: it broke, writes still end); `fencing` (decode: it broke, bytes may still land);
+    `relinking` (prefill: transfers wait for a new one)."""
+    path: str = ""
+    modes: list[str] = []
+    """How chunks are written, per pair of state groups."""
+    up_s: float = 0.0
+    """Seconds since both ends proved the key."""
+    session: str = ""
+    """Beginning of the data connection's name."""
+    free_slots: int | None = None
+    """Staging slots that no chunk occupies, 0 where none is needed; only prefill knows."""
+    in_flight: int = 0
+    """Chunks being written (prefill), or brought into place and compared (decode)."""
+    resent: int = 0
+    """Chunks that decode asked for again over this link, since their digests disagreed; only decode counts."""
+    resumed: int = 0
+    """Legs that went on over this link from where an earlier one broke; only decode counts."""
+
+
+class PoolState(msgspec.Struct, frozen=True):
+    """Pages of one pool by who may touch them: see `pages.py`."""
+
+    pages: int
+    page_size: int
+    free: int
+    leased: int
+    committed: int
+    quarantined: int
+
+
+class SessionState(msgspec.Struct, frozen=True):
+    """One incoming data connection."""
+
+    peer: str
+    session: str
+    """Its beginning."""
+    nbytes: int
+    """Landed so far; 0 where writes are one-sided."""
+
+
+class Totals(msgspec.Struct, frozen=True):
+    """What the transfers of a worker came to since it started."""
+
+    delivered: int = 0
+    wire_bytes: int = 0
+    """Of the delivered ones."""
+    failed: dict[str, int] = {}
+    """By class of reason: `observe.REASONS`."""
+    resent: int = 0
+    """Chunks written twice; counted on the decode side."""
+    resumed: int = 0
+    """Legs that went on over a new link; counted on the decode side."""
+
+
+def inbound_links(links: InboundLinks) -> list[LinkState]:
+    """Describe the links of a decode rank, those included that are gone and not fenced yet."""
+    now = time.monotonic()
+    every = [*((link, "up") for link in links._links.values()), *((link, "fencing") for link in links._gone.values())]
+    return [
+        LinkState(
+            link.peer, state, link.path, list(link.modes), now - link.channel.since, link.session[:SHOWN_DIGITS], None,
+            len(link.checks), link.channel.resent, link.channel.resumed,
+        )
+        for link, state in every
+    ]  # fmt: skip
+
+
+def outbound_links(links: OutboundLinks) -> list[LinkState]:
+    """Describe the links of a prefill rank, and the peers that transfers wait for."""
+    now = time.monotonic()
+    found = [
+        LinkState(
+            link.peer, "closing" if link.closing else "up", link.writer.crossing.plan.verdict.path,
+            list(link.writer.modes), now - link.channel.since, link.data.session[:SHOWN_DIGITS],
+            links.sender.free_slots(link.peer), len(link.writes),
+        )
+        for link in links._links.values()
+    ]  # fmt: skip
+    return found + [LinkState(peer, "relinking") for peer in links._relinking if peer not in links._links]
+
+
+def pool_states(pools: Iterable[PagePool]) -> list[PoolState]:
+    """Count the pages of each pool by state."""
+    return [
+        PoolState(p.pages, p.page_size, p.free, p.count("leased"), p.count("committed"), p.count("quarantined"))
+        for p in pools
+    ]
+
+
+def session_states(transport: Transport) -> list[SessionState]:
+    """Describe the live incoming data connections."""
+    return [SessionState(x.peer, x.session[:SHOWN_DIGITS], x.nbytes) for x in transport.inbound()]

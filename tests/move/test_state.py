@@ -1,0 +1,133 @@
+"""What the transfer layer shows of itself, and what it counts: of real links, while they carry, break and come back."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+from test_links import both, mark_all, settle
+
+from regauge.errors import AuthError, PeerLost, ProtocolError, Refused, TransferFailed
+from regauge.move.ledger import Ledger
+from regauge.move.protocol import Check
+from regauge.move.state import PoolState, Totals, inbound_links, outbound_links, pool_states, session_states
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.mark.parametrize("kind", ["shm", "tcp"])
+async def test_both_ends_of_a_link_and_its_pages_are_shown(kind: str) -> None:
+    async with both(kind=kind) as b:
+        assert (inbound_links(b.into), outbound_links(b.out)) == ([], [])
+        ledger = Ledger()
+        arrival, sent = b.expect("x", 100), await b.offer("x", 100)
+        for future in (arrival, sent.finished):
+            ledger.watch(future)
+        await sent.wait_granted()
+        sent.ready((0, 1), (0, 100))
+        await settle(lambda: b.into.transfers()[0].legs[0].progress > 0)
+        [into], [out] = inbound_links(b.into), outbound_links(b.out)
+        assert (into.peer, into.state, into.path, into.modes) == ("p", "up", "CONVERT", out.modes)
+        assert (out.peer, out.state, out.path) == ("d", "up", "CONVERT")
+        assert into.session == out.session == b.out._links["d"].data.session[:8]
+        assert 0 <= into.up_s < 20
+        slots = b.out._links["d"].writer.terms().slots
+        await settle(lambda: outbound_links(b.out)[0].free_slots == slots)
+        assert (into.resent, into.resumed, into.free_slots) == (0, 0, None)
+        assert pool_states([b.pool]) == [PoolState(24, 16, 17, 7, 0, 0)]
+        [session] = session_states(b.into._transport)
+        assert (session.peer, session.session) == ("p", into.session)
+        assert session.nbytes > 0 or kind == "shm"
+        sent.ready((1, 3), (0, 100))
+        sent.finish(b"")
+        wire_bytes = (await arrival).wire_bytes
+        await sent.done()
+        assert pool_states([b.pool])[0].committed == 7
+        assert ledger.totals() == Totals(2, 2 * wire_bytes, {}, 0, 0)
+    assert (inbound_links(b.into), outbound_links(b.out)) == ([], [])
+
+
+async def test_a_link_that_broke_is_shown_and_legs_that_went_on_are_counted_once() -> None:
+    async with both(kind="tcp") as b:
+        ledger = Ledger()
+        arrival, sent = b.expect("x", 100), await b.offer("x", 100)
+        await sent.wait_granted()
+        sent.ready((0, 1), (0, 100))
+        await settle(lambda: b.into.transfers()[0].legs[0].progress > 0)
+        b.out._links["d"].channel.close()
+        await settle(lambda: [link.state for link in outbound_links(b.out)] != ["up"])
+        assert {link.state for link in outbound_links(b.out)} <= {"closing", "relinking"}
+        await settle(lambda: [link.state for link in outbound_links(b.out)] == ["up"])
+        sent.ready((1, 3), (0, 100))
+        sent.finish(b"")
+        await asyncio.wait_for(arrival, 20)
+        [link] = inbound_links(b.into)
+        assert (link.state, link.resumed, link.resent) == ("up", 1, 0)
+        for _ in range(2):
+            ledger.read(b.into)
+            assert ledger.totals().resumed == 1
+
+
+async def test_a_writer_that_cannot_be_fenced_yet_is_shown_with_its_quarantined_pages() -> None:
+    async with both(kind="tcp", resume_s=0.0) as b:
+        arrival, sent = b.expect("x", 100), await b.offer("x", 100)
+        await sent.wait_granted()
+        held = asyncio.Event()
+        link = b.into._links["p"]
+        link.checks.add(asyncio.create_task(_until(held)))  # a check that takes long: the pages stay in its reach
+        b.out._links["d"].channel.close()
+        with pytest.raises(TransferFailed):
+            await arrival
+        assert [x.state for x in inbound_links(b.into)] == ["fencing"]
+        assert pool_states([b.pool])[0].quarantined == 7
+        held.set()
+        await settle(lambda: b.pool.free == 24)
+        assert inbound_links(b.into) == []
+
+
+async def _until(event: asyncio.Event) -> None:
+    await event.wait()
+
+
+async def test_a_chunk_that_is_asked_for_again_is_counted_at_its_link() -> None:
+    async with both("direct", "tcp", mode="staged") as b:
+        ledger = Ledger()
+        arrival, sent = b.expect("x", 40), await b.offer("x", 40)
+        await sent.wait_granted()
+        link = b.into._links["p"]
+        check, spoiled = link.checker.check, []
+
+        def spoil(chunk: Check, tables: object) -> bool:
+            if not spoiled:
+                spoiled.append(chunk)
+                link.staging.array[:] ^= np.uint8(1)  # of a byte that has landed, before it is looked at
+            return check(chunk, tables)  # type: ignore[arg-type]
+
+        link.checker.check = spoil  # type: ignore[method-assign]
+        mark_all(sent, 40)
+        sent.finish(b"")
+        await asyncio.wait_for(arrival, 20)
+        assert inbound_links(b.into)[0].resent == 1
+        ledger.read(b.into)
+        assert ledger.totals().resent == 1
+
+
+async def test_failures_are_counted_by_class_on_each_side() -> None:
+    async with both() as b:
+        into, out = Ledger(), Ledger()
+        arrival, sent = b.expect("x", 100), await b.offer("x", 100)
+        into.watch(arrival)
+        out.watch(sent.finished)
+        await sent.wait_granted()
+        b.into.cancel("x", "the request was aborted")
+        with pytest.raises(TransferFailed):
+            await sent.done()
+        assert (into.totals().failed, out.totals().failed) == ({"aborted": 1}, {"peer": 1})
+
+
+def test_a_transfer_that_never_began_is_counted_by_what_it_met() -> None:
+    ledger = Ledger()
+    for error in (Refused(("fp8",)), AuthError("k"), PeerLost("gone"), ProtocolError("twice")):
+        ledger.failed(error)
+    assert ledger.totals().failed == {"refused": 2, "link": 1, "other": 1}
