@@ -63,14 +63,26 @@ def test_what_a_client_sends_makes_no_new_series() -> None:
     assert sample(metrics, "regauge_transfer_bytes_count", path="other", mode="other") == 2
 
 
+def test_what_went_wrong_in_a_worker_adds_up_under_known_reasons() -> None:
+    metrics = Metrics.create("1")
+    for _ in range(2):
+        metrics.worker_trouble("d", "decode", failed={"lease": 2, "made up": 1}, resent_chunks=3, resumed_legs=4)
+    labels = {"worker": "d", "role": "decode"}
+    failures = [sample(metrics, "regauge_transfer_failures_total", reason=r, **labels) for r in ("lease", "other")]
+    assert failures == [4, 2]
+    assert sample(metrics, "regauge_transfer_resent_chunks_total", **labels) == 6
+    assert sample(metrics, "regauge_transfer_resumed_legs_total", **labels) == 8
+    assert sample(metrics, "regauge_transfer_failures_total", reason="made up", **labels) is None
+
+
 def test_a_lost_worker_has_no_figures() -> None:
     metrics = Metrics.create("1")
     labels = {"worker": "d", "role": "decode"}
-    metrics.worker_state("d", "decode", running=2, waiting=3, free_pages=4, pages=5)
-    names = ["worker_up", "running_requests", "queue_depth", "pool_free_pages", "pool_pages"]
-    assert [sample(metrics, f"regauge_{name}", **labels) for name in names] == [1, 2, 3, 4, 5]
+    metrics.worker_state("d", "decode", running=2, waiting=3, free_pages=4, pages=5, quarantined_pages=6)
+    names = ["worker_up", "running_requests", "queue_depth", "pool_free_pages", "pool_pages", "pool_quarantined_pages"]
+    assert [sample(metrics, f"regauge_{name}", **labels) for name in names] == [1, 2, 3, 4, 5, 6]
     metrics.worker_down("d", "decode")
-    assert [sample(metrics, f"regauge_{name}", **labels) for name in names] == [0, 0, 0, 0, 0]
+    assert [sample(metrics, f"regauge_{name}", **labels) for name in names] == [0] * 6
 
 
 def test_every_metric_of_ours_has_the_prefix_and_the_version_is_there() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any, Final, TextIO
 
@@ -43,6 +43,22 @@ SPAN_DECODE: Final = "decode"
 
 PATHS: Final = ("DIRECT", "REMAP", "CONVERT")
 MODES: Final = ("fused", "mapped", "staged")
+OTHER: Final = "other"
+"""The label for a value outside the known ones: what a client sends cannot make a new time series."""
+REASONS: Final = (
+    "aborted",
+    "corrupted",
+    "deadline",
+    "fault",
+    "lease",
+    "link",
+    "mismatch",
+    "peer",
+    "refused",
+    "restarted",
+    OTHER,
+)
+"""Why a transfer failed: `regauge.move.reasons` sorts, `docs/operations.md` explains."""
 ROUTES: Final = (
     "/v1/chat/completions",
     "/v1/completions",
@@ -52,12 +68,11 @@ ROUTES: Final = (
     "/ready",
     "/metrics",
     "/version",
+    "/debug/transfers",
     "/internal/generate",
     "/internal/prefill",
     "/internal/requests/{request_id}",
 )
-OTHER: Final = "other"
-"""The label for a value outside the known ones: what a client sends cannot make a new time series."""
 
 _LATENCY = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 _PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
@@ -101,11 +116,15 @@ class Metrics:
     completion_tokens: Counter
     transfer_bytes: Histogram
     transfer_seconds: Histogram
+    transfer_failures: Counter
+    resent_chunks: Counter
+    resumed_legs: Counter
     worker_up: Gauge
     queue_depth: Gauge
     running: Gauge
     pool_pages: Gauge
     pool_free_pages: Gauge
+    pool_quarantined_pages: Gauge
 
     @classmethod
     def create(cls, version: str) -> Metrics:
@@ -156,11 +175,35 @@ class Metrics:
                 registry=registry,
                 buckets=_TRANSFER,
             ),
+            transfer_failures=Counter(
+                "regauge_transfer_failures_total",
+                "Transfers that failed, as each side counts them, by class of reason.",
+                [*worker, "reason"],
+                registry=registry,
+            ),
+            resent_chunks=Counter(
+                "regauge_transfer_resent_chunks_total",
+                "Chunks written twice, since they were not what was sent.",
+                worker,
+                registry=registry,
+            ),
+            resumed_legs=Counter(
+                "regauge_transfer_resumed_legs_total",
+                "Legs of transfers that went on over a new link.",
+                worker,
+                registry=registry,
+            ),
             worker_up=Gauge("regauge_worker_up", "1 while the worker answers.", worker, registry=registry),
             queue_depth=Gauge("regauge_queue_depth", "Requests that wait in a worker.", worker, registry=registry),
             running=Gauge("regauge_running_requests", "Requests that run in a worker.", worker, registry=registry),
             pool_pages=Gauge("regauge_pool_pages", "Pages of the KV pool.", worker, registry=registry),
             pool_free_pages=Gauge("regauge_pool_free_pages", "Free pages of the KV pool.", worker, registry=registry),
+            pool_quarantined_pages=Gauge(
+                "regauge_pool_quarantined_pages",
+                "Pages of failed transfers that a write may still reach.",
+                worker,
+                registry=registry,
+            ),
         )
 
     def answered(self, route: str, status: int) -> None:
@@ -197,17 +240,29 @@ class Metrics:
         self.transfer_bytes.labels(*labels).observe(wire_bytes)
         self.transfer_seconds.labels(*labels).observe(seconds)
 
-    def worker_state(self, name: str, role: str, *, running: int, waiting: int, free_pages: int, pages: int) -> None:
+    def worker_state(
+        self, name: str, role: str, *, running: int, waiting: int, free_pages: int, pages: int, quarantined_pages: int
+    ) -> None:
         """Record a worker's sign of life."""
         self.worker_up.labels(name, role).set(1)
         self.running.labels(name, role).set(running)
         self.queue_depth.labels(name, role).set(waiting)
         self.pool_free_pages.labels(name, role).set(free_pages)
         self.pool_pages.labels(name, role).set(pages)
+        self.pool_quarantined_pages.labels(name, role).set(quarantined_pages)
+
+    def worker_trouble(
+        self, name: str, role: str, *, failed: Mapping[str, int], resent_chunks: int, resumed_legs: int
+    ) -> None:
+        """Add what went wrong in a worker's transfers since the last time; `failed` is by reason, one of `REASONS`."""
+        for reason, count in failed.items():
+            self.transfer_failures.labels(name, role, _known(reason, REASONS)).inc(count)
+        self.resent_chunks.labels(name, role).inc(resent_chunks)
+        self.resumed_legs.labels(name, role).inc(resumed_legs)
 
     def worker_down(self, name: str, role: str) -> None:
         """Record that a worker does not answer; its other gauges go to zero, since nobody knows them."""
-        self.worker_state(name, role, running=0, waiting=0, free_pages=0, pages=0)
+        self.worker_state(name, role, running=0, waiting=0, free_pages=0, pages=0, quarantined_pages=0)
         self.worker_up.labels(name, role).set(0)
 
     def exposition(self) -> tuple[bytes, str]:

@@ -21,9 +21,12 @@ from aiohttp import web
 from hypothesis import settings
 
 from regauge.config import LimitsConfig, Role, ServeConfig
+from regauge.move.protocol import TransferState
+from regauge.move.state import LinkState, PoolState, Totals
 from regauge.observe import Metrics
 from regauge.serve import wire
 from regauge.serve.client import HealthPolicy, Workers
+from regauge.serve.debug import WorkerState, bounded, shown
 from regauge.serve.gateway import Server, build_app, listen
 from regauge.serve.text import Tokenizer
 
@@ -79,6 +82,10 @@ class EchoWorker:
         self.frozen: asyncio.Event | None = None
         self.pace: Callable[[int], Any] | None = None
         self.status = "ok"
+        self.pid = 1
+        self.quarantined = 0
+        self.totals = Totals()
+        self.transfers: list[TransferState] = []
         self.answer: Callable[[list[int]], str] | None = None
         self.generates: list[wire.Generate] = []
         self.prefills: list[wire.Prefill] = []
@@ -100,6 +107,7 @@ class EchoWorker:
     async def start(self) -> None:
         app = web.Application(middlewares=[self._guard])
         app.router.add_get(wire.HEALTH_PATH, self._health)
+        app.router.add_get(wire.DEBUG_PATH, self._debug)
         app.router.add_post(wire.GENERATE_PATH, self._generate)
         app.router.add_post(wire.PREFILL_PATH, self._prefill)
         app.router.add_delete(wire.REQUESTS_PATH + "/{id}", self._abort)
@@ -138,15 +146,28 @@ class EchoWorker:
                 "status": self.status,
                 "role": self.role,
                 "name": self.name,
-                "pid": 1,
+                "pid": self.pid,
                 "model": MODEL,
                 "free_pages": 64 - running,
                 "pages": 64,
                 "running": running,
                 "waiting": 0,
+                "quarantined_pages": self.quarantined,
+                "transfers": self.totals,
             }
         )
         return web.Response(body=body)
+
+    async def _debug(self, request: web.Request) -> web.Response:
+        if self.frozen is not None:
+            await self.frozen.wait()
+        state = WorkerState(
+            self.name, self.role, self.pid, asyncio.get_running_loop().time(), self.transfers,
+            [LinkState("peer", "up", "CONVERT", ["staged"], 5.0, "5e5510")], [PoolState(64, 16, 64, 0, 0, 0)], [],
+            self.totals,
+        )  # fmt: skip
+        state = bounded(state, shown(request.query.get("limit")))
+        return web.Response(body=wire.encode(state))
 
     async def _prefill(self, request: web.Request) -> web.Response:
         body = msgspec.json.decode(await request.read(), type=wire.Prefill)

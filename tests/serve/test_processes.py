@@ -22,6 +22,7 @@ import aiohttp
 import msgspec
 import pytest
 
+from certificates import Authority
 from regauge.config import BUNDLED_MODEL
 from regauge.serve.supervisor import free_ports
 
@@ -233,6 +234,38 @@ async def test_a_client_that_goes_away_mid_stream_frees_everything(
 
 
 @pytest.mark.anyio
+async def test_transfers_links_and_pools_can_be_looked_at_while_a_prompt_crosses(
+    served: Served, client: aiohttp.ClientSession
+) -> None:
+    asked = await long_prompt(served, client)
+
+    async def crossing() -> Any:
+        async with client.get(f"{served.url}/debug/transfers") as answer:
+            assert answer.status == 200
+            states = [worker["state"] for worker in (await answer.json())["workers"]]
+        under_way = all(state["transfers"] and state["transfers"][0]["legs"][0]["progress"] for state in states)
+        return states if under_way else None
+
+    prefill, decode = await until(crossing, 30, "a transfer under way")
+    assert prefill["transfers"][0]["transfer"] == decode["transfers"][0]["transfer"]
+    assert prefill["transfers"][0]["tokens"] > 1500
+    assert [link["peer"] for link in (*prefill["links"], *decode["links"])] == ["decode-0", "prefill-0"]
+    assert prefill["links"][0]["session"] == decode["links"][0]["session"] == decode["sessions"][0]["session"]
+    for state in (prefill, decode):
+        [pool] = state["pools"]
+        assert pool["leased"] * pool["page_size"] >= state["transfers"][0]["tokens"]
+    assert (await asked).status == 200
+    await until(lambda: pools_are_whole(client, served), 20, "whole pools")
+    async with client.get(f"{served.url}/debug/transfers") as answer:
+        after = [worker["state"] for worker in (await answer.json())["workers"]]
+    assert [state["transfers"] for state in after] == [[], []]
+    assert all(
+        new["totals"]["delivered"] > old["totals"]["delivered"]
+        for new, old in zip(after, (prefill, decode), strict=True)
+    )
+
+
+@pytest.mark.anyio
 async def test_a_prefill_worker_that_dies_is_named_within_seconds_and_started_again(
     served: Served, client: aiohttp.ClientSession
 ) -> None:
@@ -294,6 +327,10 @@ async def test_a_frozen_prefill_worker_costs_a_bounded_time(served: Served, clie
     try:
         reply = await asked
         assert reply.status in (502, 503)
+        async with client.get(f"{served.url}/debug/transfers") as answer:
+            frozen, decode = (worker["state"] for worker in (await answer.json())["workers"])
+        assert frozen is None, "a process that stands still answers nothing, and holds up nobody"
+        assert sum(decode["totals"]["failed"].values()) >= 1
         assert "prefill-0" in (await reply.json())["error"]["message"]
         assert time.monotonic() - stopped < 30
     finally:
@@ -320,8 +357,15 @@ def test_a_port_that_is_taken_is_named(served: Served) -> None:
 
 @pytest.mark.anyio
 async def test_ctrl_c_ends_every_process_over_tcp_and_other_layouts(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    certificate, key = authority.issue("worker")
+    file = tmp_path / "serve.toml"
+    file.write_text(
+        f"[transfer]\ntransport = 'tcp'\nhost = 'lo'\nlanes = 2\n"
+        f"[transfer.tls]\ncertificate = '{certificate}'\nkey = '{key}'\nauthority = '{authority.path}'\n"
+    )
     served = launch(
-        tmp_path, "--transport", "tcp", "--prefill-layout", "bf16,page=24,fused", "--decode-layout", "bf16,page=16,kt"
+        tmp_path, "--config", str(file), "--prefill-layout", "bf16,page=24,fused", "--decode-layout", "bf16,page=16,kt"
     )
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120)) as client:
         await until(lambda: ready(client, served), READY_S, "a ready endpoint")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import socket
+import tempfile
 from pathlib import Path
 
 import msgspec
@@ -12,13 +13,14 @@ import pytest
 
 from quality_records import record_of
 from regauge import keys
-from regauge.config import EngineConfig, QualityConfig, ServeConfig
+from regauge.config import EngineConfig, QualityConfig, ServeConfig, TransferConfig
 from regauge.engines.local.weights import weights_digest
 from regauge.errors import ConfigError, LayoutError, Refused
 from regauge.layout.files import encode
 from regauge.layout.presets import from_short, load_model
 from regauge.plan import quality
-from regauge.serve.supervisor import base_url, cause, describe, free_ports, plan_deployment
+from regauge.serve import wire
+from regauge.serve.supervisor import Supervisor, base_url, cause, describe, free_ports, plan_deployment
 
 CONFIG = {
     "num_hidden_layers": 2,
@@ -93,6 +95,30 @@ def test_a_port_or_host_that_cannot_be_had_is_named(config: ServeConfig) -> None
         plan_deployment(config, print)
     with pytest.raises(ConfigError, match=r"transfer.host '203\.0\.113\.7' cannot be bound"):
         free_ports("203.0.113.7", 1)
+
+
+def test_workers_get_the_key_of_the_file_and_the_address_of_the_control_plane(
+    config: ServeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    key = tmp_path / "key"
+    key.touch(0o600)
+    key.write_text("ab" * 32)
+    transfer = TransferConfig(host="127.0.0.2", control="lo", key_file=str(key))
+    deployment = plan_deployment(msgspec.structs.replace(config, transfer=transfer), print)
+    own, other = (read_specs(Supervisor(each, print)) for each in (deployment, plan_deployment(config, print)))
+    assert {spec.key for spec in own} == {"ab" * 32}
+    assert {spec.peers["decode-0"][0] for spec in own} == {"127.0.0.1"}
+    assert len({spec.key for spec in other}) == 1
+    assert "ab" * 32 not in {spec.key for spec in other}
+    key.chmod(0o644)
+    with pytest.raises(ConfigError, match="others can read this private key"):
+        Supervisor(deployment, print)
+
+
+def read_specs(supervisor: Supervisor) -> list[wire.WorkerSpec]:
+    files = [Path(child.spec) for name, child in supervisor.children.items() if name != "gateway"]
+    return [msgspec.json.decode(file.read_bytes(), type=wire.WorkerSpec) for file in files]
 
 
 def test_ends_are_told_in_words() -> None:

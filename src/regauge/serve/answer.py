@@ -56,6 +56,11 @@ class House:
         self._empty = asyncio.Event()
         self._empty.set()
 
+    @property
+    def choices(self) -> int:
+        """Requests that are in; a job has one for each choice."""
+        return self._choices
+
     def enter(self, job: Job) -> None:
         """Admit a job. Raises ApiError: 429 if the house is full, 503 if it closes."""
         if self.draining:

@@ -19,13 +19,16 @@ import msgspec
 
 from regauge.config import Role
 from regauge.errors import ConfigError, ProtocolError, RegaugeError
+from regauge.move.state import Totals
 from regauge.observe import ERROR, ROLE, WORKER, Metrics, get_logger
 from regauge.serve import wire
+from regauge.serve.debug import WorkerState, WorkerView
 
 CONNECT_S: Final = 2.0
 """Most seconds for a connection to be made: workers are near."""
 ABORT_S: Final = 2.0
 DRAIN_S: Final = 1.0
+DEBUG_S: Final = 2.0
 KEEP_ALIVE_S: Final = 3.0
 """Idle connections are dropped before the worker drops them: a request sent just then would look like a death."""
 _MAX_LINE: Final = 1 << 20
@@ -150,6 +153,11 @@ class WorkerClient:
         async with self._call("DELETE", f"{wire.REQUESTS_PATH}/{request_id}", deadline) as answer:
             return (await self._read(answer, wire.Aborted, deadline)).found
 
+    async def debug(self, limit: int, deadline: float) -> WorkerState:
+        """Ask how transfers, links and pools stand. Raises WorkerError, WorkerLost, RequestTimeout, ProtocolError."""
+        async with self._call("GET", f"{wire.DEBUG_PATH}?limit={limit}", deadline) as answer:
+            return await self._read(answer, WorkerState, deadline)
+
     @asynccontextmanager
     async def _call(
         self,
@@ -239,6 +247,9 @@ class Worker:
         self._metrics = metrics
         self._policy = policy
         self._missed = 0
+        self._pid = 0
+        self._counted = Totals()
+        """What is in the metrics of the process `_pid`."""
         self._doubt = asyncio.Event()
         metrics.worker_down(client.name, client.role)
 
@@ -278,7 +289,22 @@ class Worker:
                 waiting=health.waiting,
                 free_pages=health.free_pages,
                 pages=health.pages,
+                quarantined_pages=health.quarantined_pages,
             )
+            self._count(health)
+
+    def _count(self, health: wire.Health) -> None:
+        """Add what the worker's totals have grown by; a restarted one begins anew."""
+        before = self._counted if health.pid == self._pid else Totals()
+        after = health.transfers
+        self._metrics.worker_trouble(
+            self.client.name,
+            self.client.role,
+            failed={reason: n - before.failed.get(reason, 0) for reason, n in after.failed.items()},
+            resent_chunks=after.resent - before.resent,
+            resumed_legs=after.resumed - before.resumed,
+        )
+        self._counted, self._pid = after, health.pid
 
     def _note(self, up: bool, reason: str) -> None:
         if up != self.up:
@@ -292,6 +318,16 @@ class Worker:
         if not up:
             self._metrics.worker_down(self.client.name, self.client.role)
             self.client.give_up(reason)
+
+
+async def view(worker: Worker, limit: int) -> WorkerView:
+    """Ask a worker how its transfers stand; what keeps it from answering within DEBUG_S is said in its place."""
+    state, reason = None, worker.reason
+    try:
+        state = await worker.client.debug(limit, asyncio.get_running_loop().time() + DEBUG_S)
+    except RegaugeError as error:
+        reason = str(error)
+    return WorkerView(worker.client.name, worker.client.role, worker.up, worker.since, reason, state)
 
 
 @dataclass(frozen=True)

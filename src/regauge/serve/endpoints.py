@@ -18,10 +18,12 @@ from starlette.routing import Route
 
 from regauge import __version__
 from regauge.config import ServeConfig
+from regauge.errors import ProtocolError
 from regauge.observe import Metrics, get_logger
 from regauge.serve import wire
 from regauge.serve.answer import JSON, SLOW_READER_S, Answer, House
-from regauge.serve.client import Worker, Workers
+from regauge.serve.client import Worker, Workers, view
+from regauge.serve.debug import Overview, is_loopback, shown
 from regauge.serve.openai import (
     COMPLETION_MAX_TOKENS,
     SERVER_ERROR,
@@ -76,6 +78,7 @@ class Gateway:
             Route("/ready", self.ready),
             Route("/metrics", self.scrape),
             Route("/version", self.version),
+            Route(wire.DEBUG_PATH, self.debug),
         ]
 
     @asynccontextmanager
@@ -141,6 +144,21 @@ class Gateway:
         """`GET /version`."""
         pair = {"path": self._verdict.path, "text": self._verdict.text}
         return _json({"version": __version__, "model": self._model, "verdict": pair})
+
+    async def debug(self, request: Request) -> Response:
+        """`GET /debug/transfers`: how transfers, links and pools of all workers stand; for this machine only."""
+        if not is_loopback(request.client.host if request.client else ""):
+            message = f"{wire.DEBUG_PATH} answers on loopback alone: ask on the gateway's machine, as by ssh"
+            raise ApiError(403, message, code="loopback_only")
+        limit = request.query_params.get("limit")
+        try:
+            count = shown(limit)
+        except ProtocolError as error:
+            raise bad("limit", str(error)) from error
+        views = await asyncio.gather(*(view(worker, count) for worker in self._workers.both()))
+        pair = self._verdict.path
+        overview = Overview(__version__, self._model, pair, self.house.choices, time.time(), list(views))
+        return Response(msgspec.json.encode(overview), media_type=JSON)
 
     def _card(self) -> dict[str, object]:
         return {

@@ -298,7 +298,7 @@ def _message(index: int, message: ChatMessage) -> Mapping[str, str]:
     texts = []
     for place, part in enumerate(message.content):
         if part.type != "text":
-            raise unsupported(f"{at}[{place}].type", f"{part.type!r} is not supported; send text")
+            raise unsupported(f"{at}[{place}].type", f"{part.type[:80]!r} is not supported; send text")
         if part.text is None:
             raise bad(f"{at}[{place}].text", "is missing")
         texts.append(part.text)

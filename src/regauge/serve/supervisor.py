@@ -31,6 +31,8 @@ from regauge.errors import ConfigError, EngineError, Refused
 from regauge.layout import files
 from regauge.layout.presets import load_model, load_named, with_pages
 from regauge.layout.spec import Layout
+from regauge.move.auth import load_key
+from regauge.move.plane import resolve
 from regauge.plan import Verdict, check
 from regauge.serve import wire
 from regauge.serve.gateway import listen
@@ -128,9 +130,12 @@ class Supervisor:
 
     def _write_specs(self) -> dict[str, Child]:
         d = self._deployment
-        token, key = secrets.token_hex(32), secrets.token_hex(32)
-        ports = free_ports(d.config.transfer.host, 3)
-        addresses = {DECODE: (d.config.transfer.host, ports[2])}
+        transfer = d.config.transfer
+        token = secrets.token_hex(32)
+        key = load_key(Path(transfer.key_file)).hex() if transfer.key_file else secrets.token_hex(32)
+        control = resolve(transfer.control or transfer.host).address
+        ports = free_ports(control, 3)
+        addresses = {DECODE: (control, ports[2])}
         children = {}
         for name, role, layout, port in (
             (DECODE, "decode", d.decode, ports[0]),

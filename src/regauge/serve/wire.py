@@ -5,6 +5,7 @@
 | `GET /health` | both | - | `Health` |
 | `POST /internal/generate` | decode | `Generate` | 200, then one `Event` a line (NDJSON) |
 | `POST /internal/prefill` | prefill | `Prefill` | 200 and `Prefilled`, once the KV cache is committed |
+| `GET /debug/transfers?limit=N` | both | - | `debug.WorkerState` |
 | `DELETE /internal/requests/{request_id}` | both | - | 200 and `Aborted`; pages are freed |
 
 An error before the first byte of an answer is an `ErrorEvent` under the HTTP status that `STATUS` gives for
@@ -27,12 +28,14 @@ import msgspec
 from regauge.config import Role, ServeConfig
 from regauge.engines.local.sampling import SamplingParams as SamplingParams  # noqa: PLC0414  # re-exported
 from regauge.errors import ConfigError, ProtocolError
+from regauge.move.state import Totals
 from regauge.plan.cost import Mode
 
 GENERATE_PATH: Final = "/internal/generate"
 PREFILL_PATH: Final = "/internal/prefill"
 REQUESTS_PATH: Final = "/internal/requests"
 HEALTH_PATH: Final = "/health"
+DEBUG_PATH: Final = "/debug/transfers"
 NDJSON: Final = "application/x-ndjson"
 
 LOWEST_LOGPROB: Final = -9999.0
@@ -141,7 +144,7 @@ class Aborted(msgspec.Struct, frozen=True):
 
 
 class Health(msgspec.Struct, frozen=True):
-    """A worker's state: pages of its KV pool, requests that run and that wait."""
+    """A worker's state: pages of its KV pool, requests that run and that wait, what its transfers came to."""
 
     status: Literal["ok", "draining"]
     role: Role
@@ -152,6 +155,8 @@ class Health(msgspec.Struct, frozen=True):
     pages: int
     running: int
     waiting: int
+    quarantined_pages: int = 0
+    transfers: Totals = Totals()
 
 
 Event = TransferEvent | TokenEvent | FinishEvent | ErrorEvent
@@ -229,7 +234,7 @@ def decode_event(line: bytes) -> Event:
     """Read one line of the NDJSON stream. Raises ProtocolError that quotes the line's beginning."""
     try:
         return _EVENTS.decode(line)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise ProtocolError(f"event from a worker: {error}: {line[:80]!r}") from error
 
 

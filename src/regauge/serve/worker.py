@@ -8,6 +8,7 @@ Whatever ends a request, its pages are freed when neither the engine nor a trans
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import os
 import time
@@ -23,12 +24,16 @@ from regauge.engines.local.model import LocalModel
 from regauge.engines.local.scheduler import Output, Request, Scheduler, pages_needed
 from regauge.engines.local.thread import EngineThread
 from regauge.errors import EngineError, ProtocolError, RegaugeError
-from regauge.move.crossing import Memory
+from regauge.move.crossing import Memory, PageTable
+from regauge.move.flow_types import LinkState as NicState
 from regauge.move.inbound import InboundLinks
+from regauge.move.ledger import Ledger
 from regauge.move.outbound import OutboundLinks, Outgoing
 from regauge.move.pages import PagePool
+from regauge.move.protocol import TransferState
+from regauge.move.state import LinkState, Totals, inbound_links, outbound_links, pool_states, session_states
 from regauge.move.transport import Transport
-from regauge.serve import wire
+from regauge.serve import debug, wire
 from regauge.serve.admission import Admission
 from regauge.serve.quality_gate import judge
 
@@ -53,7 +58,7 @@ class Handover(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     top: list[tuple[int, float]] | None = None
 
 
-class Worker:
+class Worker(abc.ABC):
     """What both roles share. Built inside the event loop."""
 
     def __init__(self, spec_: wire.WorkerSpec, memory: Memory, model: LocalModel, transport: Transport) -> None:
@@ -69,6 +74,7 @@ class Worker:
         self.scheduler = Scheduler(model, store, c)
         self.engine = EngineThread(self.scheduler)
         self.jobs: dict[str, asyncio.Task[Any]] = {}
+        self.ledger = Ledger()
         self.draining = False
 
     def admit(self, request_id: str, tokens: int, pages: int) -> None:
@@ -121,7 +127,28 @@ class Worker:
         return wire.Health(
             status="draining" if self.draining else "ok", role=self.spec.role, name=self.spec.name, pid=os.getpid(),
             model=self.spec.model_name, free_pages=self.pool.free, pages=self.pool.pages,
-            running=self.engine.running, waiting=max(len(self.jobs) - self.engine.running, 0))  # fmt: skip
+            running=self.engine.running, waiting=max(len(self.jobs) - self.engine.running, 0),
+            quarantined_pages=self.pool.count("quarantined"), transfers=self.totals())  # fmt: skip
+
+    def totals(self) -> Totals:
+        """Return what the transfers came to."""
+        return self.ledger.totals()
+
+    @abc.abstractmethod
+    def transfers(self) -> tuple[list[TransferState], list[LinkState]]:
+        """Describe the transfers that are not over, and the links."""
+
+    def nics(self) -> list[NicState]:
+        """Describe what flow control knows of each receiving NIC."""
+        return []
+
+    def debug(self, limit: int) -> debug.WorkerState:
+        """Return what `/debug/transfers` shows, at most `limit` of each kind of thing."""
+        transfers, links = self.transfers()
+        state = debug.WorkerState(
+            self.spec.name, self.spec.role, os.getpid(), time.monotonic(), transfers, links, pool_states([self.pool]),
+            session_states(self.transport), self.totals(), self.nics())  # fmt: skip
+        return debug.bounded(state, limit)
 
     async def close(self) -> None:
         """End all jobs, then the engine."""
@@ -137,9 +164,23 @@ class DecodeWorker(Worker):
     def __init__(self, spec_: wire.WorkerSpec, memory: Memory, model: LocalModel, transport: Transport) -> None:
         super().__init__(spec_, memory, model, transport)
         config = spec_.config.transfer
-        self.links = InboundLinks(spec_.name, bytes.fromhex(spec_.key), memory, transport, self.pool, config,
+        self.links = InboundLinks(spec_.name, bytes.fromhex(spec_.key), memory, transport, [self.pool], config,
                                   judge(spec_.config.quality))  # fmt: skip
         self.links.on_release = self.admission.pump
+
+    def transfers(self) -> tuple[list[TransferState], list[LinkState]]:
+        """Describe the transfers that come in, and the links they come over."""
+        return self.links.transfers(), inbound_links(self.links)
+
+    def totals(self) -> Totals:
+        """Return what the transfers came to, with what the links have counted."""
+        self.ledger.read(self.links)
+        return super().totals()
+
+    def nics(self) -> list[NicState]:
+        """Describe the NIC that KV comes in by; nothing where there is no flow control."""
+        flow = self.links.receiver.flow
+        return flow.links() if flow is not None else []
 
     async def generate(self, body: wire.Generate, events: asyncio.Queue[wire.Event]) -> None:
         """Serve one request: its events, the last of which is a finish or an error, go into the queue."""
@@ -154,7 +195,8 @@ class DecodeWorker(Worker):
     async def _generate(self, body: wire.Generate, events: asyncio.Queue[wire.Event]) -> None:
         prompt = len(body.token_ids)
         pages = await self.admission.lease(body.transfer_id, self.pages_for(prompt, body.sampling))
-        arrival = self.links.expect(body.transfer_id, body.prefill, prompt)
+        arrival = self.links.expect(body.transfer_id, [body.prefill], prompt)
+        self.ledger.watch(arrival)
         try:
             arrived = await asyncio.shield(arrival)
         except asyncio.CancelledError:
@@ -213,6 +255,10 @@ class PrefillWorker(Worker):
         self.links = OutboundLinks(spec_.name, bytes.fromhex(spec_.key), memory, transport, spec_.config.transfer,
                                    judge(spec_.config.quality))  # fmt: skip
 
+    def transfers(self) -> tuple[list[TransferState], list[LinkState]]:
+        """Describe the transfers that go out, and the links they go over."""
+        return self.links.transfers(), outbound_links(self.links)
+
     async def prefill(self, body: wire.Prefill) -> wire.Prefilled:
         """Serve one request. Raises RegaugeError for what went wrong."""
         prompt = len(body.token_ids)
@@ -223,9 +269,14 @@ class PrefillWorker(Worker):
         out: Outgoing | None = None
         try:
             out = await self.links.start(
-                body.transfer_id, body.decode, self.spec.peers[body.decode], pages, prompt, quiet.set)  # fmt: skip
+                body.transfer_id, {body.decode: self.spec.peers[body.decode]}, [PageTable(pages)], prompt, quiet.set)  # fmt: skip
+            self.ledger.watch(out.finished)
             await out.wait_granted()
             return await self._compute(body, pages, out)
+        except RegaugeError as error:
+            if out is None:
+                self.ledger.failed(error)
+            raise
         finally:
             if out is not None:
                 out.cancel("the request was aborted")

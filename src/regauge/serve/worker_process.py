@@ -24,13 +24,12 @@ from starlette.routing import Route
 
 from regauge.engines.local.kv import allocate
 from regauge.engines.local.model import LocalModel
-from regauge.errors import PeerLost, RegaugeError
+from regauge.errors import PeerLost, ProtocolError, RegaugeError
 from regauge.layout import files
-from regauge.move.shm import ShmTransport
-from regauge.move.tcp import TcpTransport
-from regauge.move.transport import Transport
+from regauge.move.transports import open_transport
 from regauge.observe import setup_logging
 from regauge.serve import wire
+from regauge.serve.debug import shown
 from regauge.serve.gateway import listen
 from regauge.serve.worker import DecodeWorker, PrefillWorker
 
@@ -49,7 +48,7 @@ def routes(worker: DecodeWorker | PrefillWorker) -> list[Route]:
                 return _reply(wire.ErrorEvent("unauthorized", "wrong or missing bearer token", worker.spec.name))
             try:
                 return await handler(request)
-            except msgspec.DecodeError as error:
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                 return _reply(wire.ErrorEvent("bad_request", str(error), worker.spec.name))
             except RegaugeError as error:
                 return _reply(worker.error(error))
@@ -59,6 +58,12 @@ def routes(worker: DecodeWorker | PrefillWorker) -> list[Route]:
     async def health(_: HttpRequest) -> Response:
         return _json(worker.health())
 
+    async def debug(request: HttpRequest) -> Response:
+        try:
+            return _json(worker.debug(shown(request.query_params.get("limit"))))
+        except ProtocolError as error:
+            return _reply(wire.ErrorEvent("bad_request", str(error), worker.spec.name))
+
     async def delete(request: HttpRequest) -> Response:
         return _json(wire.Aborted(await worker.abort(request.path_params["request_id"])))
 
@@ -67,6 +72,7 @@ def routes(worker: DecodeWorker | PrefillWorker) -> list[Route]:
 
     return [
         Route(wire.HEALTH_PATH, guarded(health)),
+        Route(wire.DEBUG_PATH, guarded(debug)),
         Route(wire.REQUESTS_PATH + "/{request_id}", guarded(delete), methods=["DELETE"]),
         Route(
             wire.GENERATE_PATH if worker.spec.role == "decode" else wire.PREFILL_PATH,
@@ -155,17 +161,13 @@ async def run(spec_: wire.WorkerSpec) -> None:
     model = await asyncio.to_thread(LocalModel, Path(spec_.model_folder), engine.threads)
     memory = allocate(files.decode(spec_.layout, format="json"))
     key = bytes.fromhex(spec_.key)
-    transport: Transport
-    if config.transfer.transport == "shm":
-        transport = ShmTransport(key=key, name=spec_.name)
-    else:
-        transport = TcpTransport(key=key, name=spec_.name, host=config.transfer.host)
+    transport = await asyncio.to_thread(open_transport, config.transfer, key=key, name=spec_.name)
     transport.register(memory.slab)
     worker: DecodeWorker | PrefillWorker
     warming: asyncio.Task[None] | None = None
     if spec_.role == "decode":
         worker = DecodeWorker(spec_, memory, model, transport)
-        await worker.links.start(config.transfer.host, spec_.control_port)
+        await worker.links.start(config.transfer.control or config.transfer.host, spec_.control_port)
     else:
         worker = PrefillWorker(spec_, memory, model, transport)
         warming = asyncio.create_task(_warm(worker))

@@ -1,0 +1,154 @@
+"""`regauge top`: asks a gateway how its transfers stand, once or every second, and shows it (`cli_top_view.py`)."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from regauge.errors import ConfigError, PeerLost, ProtocolError
+
+if TYPE_CHECKING:
+    from regauge.serve.debug import Overview
+
+LIMIT_S = 5.0
+"""Most seconds for one answer; the gateway itself gives each worker two."""
+MAX_ANSWER = 64 << 20
+MIN_INTERVAL_S = 0.1
+FILE_WIDTH = 160
+"""Characters of a line where the output is no terminal and COLUMNS is not set."""
+
+
+def arguments(top: argparse.ArgumentParser) -> None:
+    """Add the options of `regauge top`."""
+    top.add_argument(
+        "--url", default="http://127.0.0.1:8000", help="the gateway, on its own machine; default %(default)s"
+    )
+    top.add_argument("--once", action="store_true", help="print one look and end; so, too, where output is no terminal")
+    top.add_argument(
+        "--interval", type=float, default=1.0, metavar="S", help="seconds between looks, default %(default)s"
+    )
+    top.add_argument(
+        "--limit", type=int, default=20, metavar="N", help="transfers shown per worker, default %(default)s"
+    )
+    top.epilog = "Exit code 1: no gateway answers, or, with --once or --json, a worker does not. Ctrl-C ends the view."
+
+
+@dataclass(frozen=True)
+class Gateway:
+    """Where a gateway answers."""
+
+    host: str
+    port: int
+    tls: bool
+    prefix: str
+    url: str
+
+    @classmethod
+    def parse(cls, url: str) -> Gateway:
+        """Read a URL. Raises ConfigError."""
+        try:
+            parts = urlsplit(url)
+            port = parts.port
+        except ValueError as error:
+            raise ConfigError(f"--url {url}: {error}") from error
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ConfigError(f"--url {url}: give it as in http://127.0.0.1:8000")
+        tls = parts.scheme == "https"
+        return cls(parts.hostname, port or (443 if tls else 80), tls, parts.path.rstrip("/"), url)
+
+    def fetch(self, limit: int) -> bytes:
+        """Return the answer's JSON. Raises PeerLost when nothing answers, ProtocolError for another answer."""
+        import http.client  # costs more than `regauge --help` may take
+
+        connect = http.client.HTTPSConnection if self.tls else http.client.HTTPConnection
+        connection = connect(self.host, self.port, timeout=LIMIT_S)
+        try:
+            connection.request("GET", f"{self.prefix}/debug/transfers?limit={limit}")
+            answer = connection.getresponse()
+            body = answer.read(MAX_ANSWER + 1)
+        except (OSError, http.client.HTTPException) as error:
+            raise PeerLost(
+                f"no gateway answers at {self.url} ({error or type(error).__name__}): is `regauge serve` running? "
+                "Name another with --url"
+            ) from error
+        finally:
+            connection.close()
+        if answer.status != 200:
+            raise ProtocolError(f"{self.url} answers {answer.status}: {_message(body)}")
+        if len(body) > MAX_ANSWER:
+            raise ProtocolError(f"{self.url} answers more than {MAX_ANSWER} bytes")
+        return body
+
+
+def _message(body: bytes) -> str:
+    """Return what an error body says, or its beginning."""
+    import msgspec
+
+    try:
+        return str(msgspec.json.decode(body)["error"]["message"])
+    except (msgspec.DecodeError, KeyError, TypeError):
+        return repr(body[:80])
+
+
+def _decode(body: bytes, url: str) -> Overview:
+    import msgspec
+
+    from regauge.serve.debug import Overview
+
+    try:
+        return msgspec.json.decode(body, type=Overview)
+    except msgspec.DecodeError as error:
+        raise ProtocolError(f"{url} is no gateway of this version: {error}") from error
+
+
+def run(options: argparse.Namespace) -> int:
+    """Show one look, or go on showing until Ctrl-C. Raises ConfigError, PeerLost, ProtocolError."""
+    if not options.interval >= MIN_INTERVAL_S or options.interval == float("inf"):
+        raise ConfigError(f"--interval {options.interval}: give at least {MIN_INTERVAL_S} seconds")
+    if not 1 <= options.limit <= 1_000:
+        raise ConfigError(f"--limit {options.limit}: give 1 to 1000")
+    gateway = Gateway.parse(options.url)
+    body = gateway.fetch(options.limit)
+    look = _decode(body, gateway.url)
+    if options.json:
+        import msgspec
+
+        print(msgspec.json.format(body, indent=2).decode())
+    elif options.once or not sys.stdout.isatty():
+        from rich.console import Console
+
+        from regauge.cli_top_view import render
+
+        wide = sys.stdout.isatty() or "COLUMNS" in os.environ
+        console = Console(width=None if wide else FILE_WIDTH)
+        console.print(render(look, width=console.width))
+    else:
+        return _watch(gateway, look, options.interval, options.limit)
+    return 0 if all(worker.state is not None for worker in look.workers) else 1
+
+
+def _watch(gateway: Gateway, look: Overview, interval: float, limit: int) -> int:
+    """Show look after look. A gateway that stops answering is waited for, with its last figures on the screen."""
+    from rich.console import Console
+    from rich.live import Live
+
+    from regauge.cli_top_view import render
+
+    console = Console()
+    before, note = None, ""
+    try:
+        with Live(render(look, width=console.width), console=console, screen=True, auto_refresh=False) as live:
+            while True:
+                time.sleep(interval)
+                try:
+                    before, look, note = look, _decode(gateway.fetch(limit), gateway.url), ""
+                except (PeerLost, ProtocolError) as error:
+                    note = str(error)
+                live.update(render(look, before, note=note, width=console.width), refresh=True)
+    except KeyboardInterrupt:
+        return 0

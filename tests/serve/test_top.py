@@ -1,0 +1,120 @@
+"""`regauge top` as a user runs it, against a running gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pty
+import re
+import signal
+import sys
+
+import msgspec
+import pytest
+from serve_rig import Rig, free_port, open_rig
+from test_debug import transfer
+
+from regauge.cli import main
+from regauge.move.state import Totals
+from regauge.serve.debug import Overview
+from regauge.serve.text import Tokenizer
+
+
+async def top(rig: Rig, *arguments: str) -> tuple[int | None, str, str]:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "regauge", "top", "--url", rig.base, *arguments,
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    out, err = await asyncio.wait_for(process.communicate(), 60)
+    return process.returncode, out.decode(), err.decode()
+
+
+@pytest.mark.anyio
+async def test_one_look_as_text_and_as_json(tokenizer: Tokenizer) -> None:
+    async with open_rig(tokenizer) as rig:
+        rig.decode.transfers = [transfer("0123456789abcdef")]
+        rig.decode.totals = Totals(5, 5 << 20, {"lease": 1}, 2, 0)
+        code, text, err = await top(rig, "--once")
+        assert (code, err) == (0, "")
+        assert "decode-0 (decode)  -  5 delivered, 5.0 MiB, 2 resent, 1 failed: 1 lease" in text
+        assert re.search(r"01234567 +granted +100 +1\.0 s +p0 .* 50% +1000 B", text)
+        assert "\x1b" not in text
+        code, text, _ = await top(rig, "--json", "--limit", "3")
+        state = msgspec.json.decode(text, type=Overview).workers[1].state
+        assert code == 0
+        assert state is not None
+        assert state.transfers == rig.decode.transfers
+
+
+@pytest.mark.anyio
+async def test_a_worker_that_does_not_answer_is_a_problem(tokenizer: Tokenizer) -> None:
+    async with open_rig(tokenizer) as rig:
+        await rig.decode.stop()
+        await rig.until(lambda: rig.sample("regauge_worker_up", worker="decode-0", role="decode") == 0)
+        code, text, _ = await top(rig, "--once")
+        assert code == 1
+        assert re.search(r"decode-0 \(decode\)  no answer, down since \d\d:\d\d:\d\d UTC: ", text)
+        assert "prefill-0 (prefill)  -  0 delivered" in text
+
+
+@pytest.mark.anyio
+async def test_the_view_goes_on_until_ctrl_c_and_shows_rates(tokenizer: Tokenizer) -> None:
+    async with open_rig(tokenizer) as rig:
+        rig.decode.transfers = [transfer("0123456789abcdef")]
+        ours, theirs = pty.openpty()
+        environment = {**os.environ, "TERM": "xterm", "COLUMNS": "140", "LINES": "40", "NO_COLOR": "1"}
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "regauge", "top", "--url", rig.base, "--interval", "0.1",
+            stdin=theirs, stdout=theirs, stderr=theirs, env=environment,
+        )  # fmt: skip
+        os.close(theirs)
+        seen = b""
+        async with asyncio.timeout(60):
+            while b"B/s" not in seen:
+                seen += await asyncio.to_thread(os.read, ours, 4096)
+            process.send_signal(signal.SIGINT)
+            code = None
+            while code is None:
+                rest = asyncio.ensure_future(asyncio.to_thread(_rest, ours))
+                code = await process.wait()
+                seen += await rest
+        os.close(ours)
+        assert code == 0
+        text = seen.decode()
+        assert "\x1b[?1049h" in text
+        assert "\x1b[?1049l" in text, "the screen is given back"
+        assert not re.search(r"\x1b\[[0-9;]*3[0-9]m", text), "colours in spite of NO_COLOR"
+        assert "Traceback" not in text
+
+
+def _rest(fd: int) -> bytes:
+    """Read until the other side is closed, which Linux reports as an error."""
+    out = b""
+    try:
+        while part := os.read(fd, 4096):
+            out += part
+    except OSError:
+        pass
+    return out
+
+
+@pytest.mark.anyio
+async def test_another_server_is_told_from_a_gateway(rig: Rig) -> None:
+    code, _, err = await top(rig, "--url", rig.base + "/v1/models")
+    assert code == 1
+    assert re.search(r"regauge: error: http://.*/v1/models answers 404: .*not", err)
+
+
+def test_no_gateway_and_wrong_options_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    url = f"http://127.0.0.1:{free_port()}"
+    assert main(["top", "--url", url]) == 1
+    assert f"no gateway answers at {url}" in capsys.readouterr().err
+    for options, word in (
+        (("--url", "127.0.0.1:8000"), "as in http://127.0.0.1:8000"),
+        (("--url", "http://x:99999"), "--url http://x:99999"),
+        (("--interval", "0"), "--interval 0.0: give at least 0.1 seconds"),
+        (("--interval", "nan"), "--interval nan"),
+        (("--limit", "0"), "--limit 0: give 1 to 1000"),
+    ):
+        assert main(["top", *options]) == 2
+        assert word in capsys.readouterr().err
