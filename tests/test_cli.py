@@ -200,7 +200,10 @@ def test_check_and_explain_take_engines_flags_on_either_side(capsys: pytest.Capt
         (("explain", "bf16", "bf16", "--link", "fast"), "--link 'fast': give bits per second"),
         (("explain", "bf16", "bf16", "--tokens", "0"), "--tokens 0: give a number from 1"),
         (("explain", "bf16", "bf16", "--chunk-tokens", "0"), "--chunk-tokens 0: give a number from 1"),
-        (("explain", "bf16", "bf16", "--transport", "x"), "no constants for transport 'x'; known: rdma, shm, tcp"),
+        (
+            ("explain", "bf16", "bf16", "--transport", "x"),
+            "no constants for transport 'x'; known: mooncake, nixl, rdma, shm, tcp",
+        ),
         (("explain", "bf16", "bf16", "--cost", "none.toml"), "none.toml: No such file or directory; `regauge bench"),
         (("explain", "bf16", "bf16", "--svg", "no/where.svg"), "--svg no/where.svg: No such file or directory"),
         (("bench", "calibrate", "--threads", "0"), "--threads 0: give a number from 1"),

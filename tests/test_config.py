@@ -26,6 +26,9 @@ def test_a_file_overrides_defaults_and_nothing_else(tmp_path: Path) -> None:
         ("port = 'x'", r"Expected `int`, got `str` - at `\$\.port`"),
         ("[transfer]\ntransport = 'pigeon'", r"Invalid enum value 'pigeon' - at `\$\.transfer\.transport`"),
         ("port =", "Invalid value"),
+        ("[transfer.flow]\novercommit = 0.5", "overcommit at least 1"),
+        ("[transfer.flow]\naged_share = 1.0", "aged_share must be between 0 and 1, not 1.0"),
+        ("[transfer.flow.shares]\nfree = 0.0", "shares must be more than 0"),
     ],
 )
 def test_what_is_wrong_in_a_file_is_named(tmp_path: Path, text: str, message: str) -> None:

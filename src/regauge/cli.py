@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from regauge import __version__, cli_check, cli_conformance, cli_cost, cli_probe, cli_quality
+from regauge import __version__, cli_check, cli_conformance, cli_cost, cli_faults, cli_probe, cli_quality, cli_top
 from regauge.errors import ConfigError, LayoutError, Refused, RegaugeError
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="regauge", formatter_class=argparse.RawDescriptionHelpFormatter,
         description="KV caches cross between unlike accelerators: checked, planned, carried.",
-        epilog="serving:   serve\nlayouts:   check, explain, layout, probe\nmeasuring: bench\nhelp:      version, collect-env\n\n"
+        epilog="serving:   serve, top\nlayouts:   check, explain, layout, probe\nmeasuring: bench\nhelp:      version, collect-env\n\n"
         "exit codes: 0 fine, 1 found a problem, 2 misuse")  # fmt: skip
     verbs = parser.add_subparsers(dest="verb", metavar="COMMAND", required=True, parser_class=_Parser)
 
@@ -86,6 +86,7 @@ def _parser() -> argparse.ArgumentParser:
         return new
 
     _serve_arguments(verb("serve", "serve a model across a prefill and a decode process"))
+    cli_top.arguments(verb("top", "show how the transfers of a running gateway stand"))
     for name, text in (
         ("check", "say which path a pair of layouts takes, or why none"),
         ("explain", "say what the transfer of a pair does"),
@@ -128,7 +129,7 @@ def _serve_arguments(serve: argparse.ArgumentParser) -> None:
     serve.add_argument("--port", type=int, help="port of the HTTP endpoint")
     serve.add_argument("--prefill-layout", help=_LAYOUT_HELP)
     serve.add_argument("--decode-layout", help=_LAYOUT_HELP)
-    serve.add_argument("--transport", choices=("shm", "tcp"), help="how KV crosses")
+    serve.add_argument("--transport", choices=("shm", "tcp", "mooncake", "nixl"), help="how KV crosses")
     serve.add_argument(
         "--set",
         metavar="KEY=VALUE",
@@ -155,6 +156,12 @@ def _bench_arguments(bench: argparse.ArgumentParser) -> None:
         "conformance", "every pair of real layouts, or two of yours in both directions, against the reference"
     )
     conformance.words = cli_conformance.arguments(conformance, _MODEL_HELP)
+    cli_faults.arguments(
+        job(
+            "faults",
+            "the transfer protocol in a simulated cluster, over a network that breaks, freezes, corrupts and kills",
+        )
+    )
     cli_quality.keygen_arguments(job("keygen", "make the key that signs quality records"))
     cli_quality.sign_arguments(job("sign", "vouch for a quality record"))
 
@@ -163,7 +170,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code."""
     options = _parser().parse_args(arguments)
     verbs = {"serve": _serve, "check": _check, "explain": _explain, "layout": _layout, "probe": _probe, "bench": _bench,
-             "version": _version, "collect-env": _collect_env}  # fmt: skip
+             "top": cli_top.run, "version": _version, "collect-env": _collect_env}  # fmt: skip
     try:
         return verbs[options.verb](options)
     except Refused as error:
@@ -329,6 +336,8 @@ def _bench(options: argparse.Namespace) -> int:
         return cli_cost.calibrate(options)
     if options.what == "conformance":
         return cli_conformance.run(options)
+    if options.what == "faults":
+        return cli_faults.run(options)
     if options.what in ("keygen", "sign"):
         written = cli_quality.keygen(options) if options.what == "keygen" else [cli_quality.sign(options)]
         return _print_json([str(x) for x in written]) if options.json else print(*written, sep="\n") or 0

@@ -20,7 +20,9 @@ def explain_arguments(explain: argparse.ArgumentParser) -> None:
     """Add what `explain` takes besides a pair of layouts."""
     explain.add_argument("--link", metavar="RATE", help="rate of the link, such as 400G (bits per second)")
     explain.add_argument(
-        "--transport", metavar="NAME", help="how KV crosses: shm, tcp, rdma; default rdma with --link, else tcp"
+        "--transport",
+        metavar="NAME",
+        help="how KV crosses: shm, tcp, rdma, or mooncake and nixl over tcp; default rdma with --link, else tcp",
     )
     explain.add_argument("--cost", metavar="FILE", help="the cost model's constants, as `bench calibrate` writes them")
     explain.add_argument("--chunk-tokens", type=int, default=256, help="tokens of one write, default %(default)s")

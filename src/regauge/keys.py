@@ -40,9 +40,7 @@ def public_pem(key: Ed25519PublicKey) -> bytes:
 
 def load_private(path: Path) -> Ed25519PrivateKey:
     """Read a private key. Raises ConfigError, also for a file that others than its owner can read."""
-    data = read_bounded(path, MAX_KEY_BYTES)
-    if stat.S_IMODE(path.stat().st_mode) & 0o077:
-        raise ConfigError(f"{path}: others can read this private key: chmod 600 it")
+    data = read_private(path)
     try:
         key = serialization.load_pem_private_key(data, password=None)
     except (ValueError, TypeError, UnsupportedAlgorithm) as error:
@@ -62,6 +60,14 @@ def load_public(path: Path) -> Ed25519PublicKey:
     if not isinstance(key, Ed25519PublicKey):
         raise ConfigError(f"{path}: not an Ed25519 key; make one with `regauge bench keygen`")
     return key
+
+
+def read_private(path: Path) -> bytes:
+    """Read a file that holds a secret. Raises ConfigError, also for one that others than its owner can read."""
+    data = read_bounded(path, MAX_KEY_BYTES)
+    if stat.S_IMODE(path.stat().st_mode) & 0o077:
+        raise ConfigError(f"{path}: others can read this private key: chmod 600 it")
+    return data
 
 
 def read_bounded(path: Path, limit: int) -> bytes:

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from regauge import toml
 from regauge.errors import LayoutError
 from regauge.layout.spec import Layout
 from regauge.layout.validate import validate
@@ -14,7 +15,7 @@ from regauge.layout.validate import validate
 def decode(data: bytes, *, format: Literal["toml", "json"]) -> Layout:  # noqa: A002
     """Read a layout. Raises LayoutError with the path of the field that is unknown, missing or wrong."""
     try:
-        layout = msgspec.toml.decode(data, type=Layout) if format == "toml" else msgspec.json.decode(data, type=Layout)
+        layout = toml.decode(data, Layout) if format == "toml" else msgspec.json.decode(data, type=Layout)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise LayoutError(str(error)) from error
     return validate(layout)
