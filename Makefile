@@ -24,6 +24,8 @@ bench: $(READY)  ## every measured claim; for the whole table of docs/numerics.m
 	$(BIN)/python bench/digest.py
 	$(BIN)/python bench/plan.py
 	$(BIN)/python bench/transports.py
+	$(BIN)/python bench/transfer.py
+	$(BIN)/python bench/transfer.py --overlap --model smollm2-135m --tokens 1500
 	$(BIN)/python bench/incast.py
 	$(BIN)/python bench/flow_cost.py
 	$(BIN)/python bench/serve.py

@@ -189,13 +189,15 @@ async def test_a_transfer_outlives_its_link(kind: str) -> None:
             await settle(lambda: "d" in b.out._links and not b.out._links["d"].closing)
             if layer == 1:
                 await settle(lambda: b.into.transfers()[0].legs[0].progress > 0.5)
+                before = b.out.transfers()[0].legs[0].wire_bytes
             b.out._links["d"].channel.close()
         sent.finish(b"first token")
         assert (await asyncio.wait_for(arrival, 20)).handover == b"first token"
         done = await sent.done()
         assert_same(dst, want)
         layer_bytes = b.out._links["d"].writer.crossing.layer_bytes(0, 231)
-        assert 3 * layer_bytes <= done.wire_bytes <= 4 * layer_bytes, "layer 0 and 1 were verified, and were sent again"
+        assert done.wire_bytes <= before + 2 * layer_bytes, "layer 0 and 1 were verified, and were sent again"
+        assert done.wire_bytes >= 3 * layer_bytes
 
 
 @pytest.mark.anyio

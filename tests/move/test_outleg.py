@@ -26,13 +26,11 @@ def leg(layers: int, tokens: int, *, credit: int | None, room: int, staged: bool
 
 def drain(out: OutLeg, terms: LinkTerms, *, grow: int = 0) -> None:
     """Take chunks until nothing is left; where credit ends, the chunks in flight land and more comes."""
-    free = list(range(64))
     while out.remaining:
-        if (seq := out.next(terms, free)) is not None:
-            free.append(out.chunks[seq].slot or 0)
+        if out.next(terms, [0]) is not None:
             continue
         out.flight.clear()
-        if (seq := out.next(terms, free)) is None:
+        if out.next(terms, [0]) is None:
             assert out.credit is not None
             assert grow
             out.credit += grow

@@ -24,6 +24,9 @@ from regauge.move.protocol import (
 MAX_LOSSES = 3
 """Links in a row that a leg may lose without a single chunk getting through."""
 
+MAX_UNTOLD = 1_000
+"""Transfers given up that are remembered for a peer's next link."""
+
 
 @dataclass(slots=True)
 class _Outbound:
@@ -56,6 +59,9 @@ class Sender:
         self._lost: dict[str, float] = {}
         """Peers whose link is gone while transfers wait for it: until when they wait."""
         self._instances: dict[str, str] = {}
+        self._untold: dict[str, dict[str, str]] = {}
+        """Transfers that were given up before a peer had granted them, or while its link was gone: it may not have heard. By peer the
+        name and the reason, for its next link."""
 
     def transfers(self, now: float) -> list[TransferState]:
         """Describe each transfer that is not over."""
@@ -77,10 +83,11 @@ class Sender:
         self._free[peer] = list(range(terms.slots))
         self._flying[peer] = 0
         before, self._instances[peer] = self._instances.get(peer, instance), instance
+        untold = self._untold.pop(peer, {})
         if before != instance:
             return self.link_refused(peer, f"decode worker {peer} has been restarted")
         self._lost.pop(peer, None)
-        actions: list[Action] = []
+        actions: list[Action] = [Send(peer, m.Abort(name, reason)) for name, reason in untold.items()]
         for name, t in self._outbound.items():
             leg = t.legs.get(peer)
             if leg is not None and leg.state == "lost" and not t.failed:
@@ -98,6 +105,8 @@ class Sender:
         if missing := [peer for peer in peers if peer not in self._terms]:
             raise ProtocolError(f"transfer {transfer!r}: no link to {', '.join(missing)}")
         legs = {peer: OutLeg(peer) for peer in peers}
+        for peer in peers:
+            self._untold.get(peer, {}).pop(transfer, None)
         self._outbound[transfer] = _Outbound(tokens, now, now + self._offer_s, legs)
         return [Send(peer, m.Offer(transfer, tokens)) for peer in legs]
 
@@ -333,6 +342,8 @@ class Sender:
         for leg in t.legs.values():
             if leg.busy or leg.state == "over":
                 continue
+            if leg.state in ("lost", "offered"):
+                self._keep_untold(leg.peer, name, t.failed)
             if leg.state != "lost":
                 actions.append(Send(leg.peer, m.Fenced(name) if leg.fenced else m.Abort(name, t.failed)))
             leg.state = "over"
@@ -340,6 +351,12 @@ class Sender:
             del self._outbound[name]
             actions += [Released(name)] if released else []
         return actions
+
+    def _keep_untold(self, peer: str, name: str, reason: str) -> None:
+        untold = self._untold.setdefault(peer, {})
+        untold[name] = reason
+        if len(untold) > MAX_UNTOLD:
+            del untold[next(iter(untold))]
 
     def _free_slot(self, peer: str, slot: int) -> None:
         terms = self._terms.get(peer)
