@@ -124,7 +124,6 @@ def main() -> None:
                 harmed += asyncio.run(endings(kind, mode, options.mib, rounds, options.seed))
         if options.transfers:
             left.append(asyncio.run(leaks(kind, WAYS[kind][0], options.transfers, options.seed)))
-            print_table(left[-1:])
     print_table(harmed)
     for each in left:
         print_table([each])
