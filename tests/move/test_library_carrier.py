@@ -118,14 +118,16 @@ from test_library_carrier import Pair, freeze, soon
 with ExitStack() as stack:
     pair = Pair(stack)
     freeze(pair.owner.pid)
-    print(pair.writer.pid, flush=True)
+    print(pair.writer.pid, pair.owner.pid, flush=True)
     pair.writer.ask(pair.write, soon(60))
 """
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as worker:
         assert worker.stdout is not None
-        writer = int(worker.stdout.readline())
+        writer, owner = map(int, worker.stdout.readline().split())
         worker.kill()
     wait_until(lambda: not states(writer))
+    os.kill(owner, signal.SIGCONT)  # it was stopped by the test, and reads of its worker's end once it goes on
+    wait_until(lambda: not states(owner))
 
 
 def test_environments_are_overridden_defaulted_and_cleaned(monkeypatch: pytest.MonkeyPatch) -> None:
