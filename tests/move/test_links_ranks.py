@@ -94,12 +94,21 @@ STAGES = (QWEN + "engine:vllm,pool=BLHNC,page=64,pp=2", QWEN + "engine:vllm,pool
 
 
 @pytest.mark.anyio
-async def test_a_stage_that_is_left_out_is_noticed_and_named() -> None:
-    async with ranks(*STAGES, "shm") as r:
+@pytest.mark.parametrize("kind", ["shm", "tcp"])
+@pytest.mark.parametrize("offered_first", [False, True])
+async def test_a_stage_that_is_left_out_is_noticed_and_named(kind: str, *, offered_first: bool) -> None:
+    async with ranks(*STAGES, kind) as r:
         (decode,) = r.decode
         before = decode.pool.copy()
-        arrival = decode.expect(["p0"])
-        sent = await r.prefill[0].offer([decode])
+        if offered_first:
+            sent = await r.prefill[0].offer([decode])
+            async with asyncio.timeout(20):
+                while not decode.links.receiver._early:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+            arrival = decode.expect(["p0"])
+        else:
+            arrival = decode.expect(["p0"])
+            sent = await r.prefill[0].offer([decode])
         missing = (
             r"p0 together do not send attention k, layers 1 to 1; attention v, layers 1 to 1: name every prefill rank"
         )

@@ -174,8 +174,8 @@ class InboundLinks:
         actions = self.receiver.expect(transfer, peers, tokens, tables, now, first=first, tenant=tenant, due=due)
         own = tuple(PageTable(np.array(t.pages, np.int64), t.origin) for t in tables)
         self._incoming[transfer] = _Incoming(own, future, tuple(peers), tokens)
-        self._cover(transfer)
         self._run(actions)
+        self._cover(transfer)
         return future
 
     def transfers(self) -> list[TransferState]:
