@@ -47,6 +47,7 @@ from regauge.move.inbound import InboundLinks
 from regauge.move.memory import Slab
 from regauge.move.outbound import OutboundLinks
 from regauge.move.pages import PagePool
+from regauge.move.rails import Rails
 from regauge.move.shm import ShmTransport
 from regauge.move.tcp import TcpTransport
 from regauge.move.transport import Transport
@@ -128,7 +129,7 @@ async def decode(options: argparse.Namespace, key: bytes) -> None:
     memory = allocate(options.layout, options)
     with contextlib.closing(memory.slab), opened(options, key, "d", memory) as transport:
         pool = shuffled(memory)
-        links = InboundLinks("d", key, memory, transport, [pool], config(options))
+        links = InboundLinks("d", key, memory, Rails([transport]), [pool], config(options))
         address = await links.start("127.0.0.1")
         server = socket.create_server(("127.0.0.1", 0))
         threading.Thread(target=receive_plain, args=(server, memory.slab), daemon=True).start()
@@ -262,7 +263,7 @@ async def linked(options: argparse.Namespace, source: str, target: str) -> Async
         assert process.stdin is not None
         assert process.stdout is not None
         said = json.loads(process.stdout.readline())
-        links = OutboundLinks("p", key, memory, transport, config(options))
+        links = OutboundLinks("p", key, memory, Rails([transport]), config(options))
         with socket.create_connection(("127.0.0.1", said["raw"])) as sock:
             tune(sock)
             try:

@@ -129,8 +129,11 @@ class TransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     transport: TransportName = "shm"
     host: str = "127.0.0.1"
     """Compute plane, for data connections: an address, a network (10.210.0.0/16) or an interface of this host."""
+    nics: Annotated[list[str], msgspec.Meta(max_length=16)] = []
+    """`tcp`: the compute plane's NICs where a side has several, each named as `host`, which then stands for none of them. Both
+    sides list theirs in the same order: the i-th is reached from the i-th."""
     control: str = ""
-    """Plane of the control connections, likewise; empty: the same."""
+    """Plane of the control connections, likewise; empty: `host`."""
     lanes: int = 1
     """`tcp`: streams to each peer, 1 to 16; more where one does not fill the link."""
     tls: TlsConfig | None = None

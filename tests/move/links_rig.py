@@ -17,9 +17,7 @@ from regauge.move.crossing import Memory, PageTable
 from regauge.move.inbound import InboundLinks
 from regauge.move.outbound import OutboundLinks, Outgoing
 from regauge.move.pages import PagePool
-from regauge.move.shm import ShmTransport
-from regauge.move.tcp import TcpTransport
-from regauge.move.transport import Transport
+from regauge.move.transports import open_rails
 from regauge.plan import Judge, check
 from strategies import Pool
 
@@ -36,12 +34,6 @@ PAIRS = {
     "whole-numbers": ("bf16,page=16", "int8,page=64,hnd,scale=token_head"),
     "other-bias": ("fp8_e4m3fnuz,page=64,hnd", "fp8_e4m3,page=16"),
 }
-
-
-def transports(kind: str) -> tuple[Transport, Transport]:
-    if kind == "shm":
-        return ShmTransport(key=KEY, name="p"), ShmTransport(key=KEY, name="d")
-    return TcpTransport(key=KEY, name="p"), TcpTransport(key=KEY, name="d", grants=True)
 
 
 @dataclass
@@ -94,21 +86,21 @@ async def both(
 ) -> AsyncIterator[Both]:
     a, b = (from_short(text, MODEL, pages=pages) for text in PAIRS[pair])
     source, target = allocate(a, "kv"), allocate(b, "kv")
-    settings = TransferConfig(staging_bytes=1 << 20, **config)  # type: ignore[arg-type]
-    tp, td = transports(kind)
-    for transport, memory in ((tp, source), (td, target)):
-        transport.register(memory.slab)
+    settings = TransferConfig(transport=kind, staging_bytes=1 << 20, **config)  # type: ignore[arg-type]
+    near, far = open_rails(settings, key=KEY, name="p"), open_rails(settings, key=KEY, name="d")
+    for rails, memory in ((near, source), (far, target)):
+        rails.register(memory.slab)
     pool = PagePool(pages, b.groups[0].page_size)
-    out = OutboundLinks("p", key, source, tp, settings, judges[0])
-    into = InboundLinks("d", KEY, target, td, [pool], settings, judges[1])
+    out = OutboundLinks("p", key, source, near, settings, judges[0])
+    into = InboundLinks("d", KEY, target, far, [pool], settings, judges[1])
     address = await into.start("127.0.0.1")
     try:
         yield Both(out, into, source, target, address, PagePool(pages, a.groups[0].page_size), pool)
     finally:
         await out.close()
         await into.close()
-        for transport, memory in ((tp, source), (td, target)):
-            transport.close()
+        for rails, memory in ((near, source), (far, target)):
+            rails.close()
             memory.slab.close()
 
 

@@ -21,9 +21,7 @@ from regauge.move.inbound import Arrival, InboundLinks
 from regauge.move.memory import Slab
 from regauge.move.outbound import OutboundLinks, Outgoing
 from regauge.move.pages import PagePool
-from regauge.move.shm import ShmTransport
-from regauge.move.tcp import TcpTransport
-from regauge.move.transport import Transport
+from regauge.move.transports import open_rails
 from regauge.plan.ranks import crossings, leg
 from regauge.plan.stripes import owned
 
@@ -31,10 +29,6 @@ KEY = bytes(range(32))
 NAME = "request"
 CHUNKS = ((PREFIX, 100), (100, 151), (151, LENGTH))
 """Prompt chunks that prefill computes after the prefix which decode has."""
-
-
-def transport(kind: str, name: str) -> Transport:
-    return ShmTransport(key=KEY, name=name) if kind == "shm" else TcpTransport(key=KEY, name=name, grants=True)
 
 
 def seat(pool: Pool, name: str) -> tuple[Pool, Memory]:
@@ -165,13 +159,13 @@ async def joined(
     from_: Source, decode: Sequence[Layout], kind: str, *, seed: int, **config: object
 ) -> AsyncIterator[Ranks]:
     records = any(group.kind == "recurrent" for layout in decode for group in layout.groups)  # one of 2 MiB in a slot
-    settings = TransferConfig(staging_bytes=(64 if records else 8) << 20, **config)  # type: ignore[arg-type]
+    settings = TransferConfig(transport=kind, staging_bytes=(64 if records else 8) << 20, **config)  # type: ignore[arg-type]
     async with contextlib.AsyncExitStack() as stack:
         out = Ranks([], [])
         for i, given in enumerate(from_.pools):
             pool, memory = seat(given, f"p{i}")
             stack.callback(memory.slab.close)
-            sending = stack.enter_context(transport(kind, f"p{i}"))
+            sending = stack.enter_context(open_rails(settings, key=KEY, name=f"p{i}"))
             sending.register(memory.slab)
             links = OutboundLinks(f"p{i}", KEY, memory, sending, settings)
             out.prefill.append(Prefill(f"p{i}", links, pool))
@@ -185,7 +179,7 @@ async def joined(
             pool = Pool(pool.layout, pool.memory, pool.bases, tables)
             wanted = pool.copy()
             spread(from_.everything, wanted, PREFIX)
-            receiving = stack.enter_context(transport(kind, f"d{j}"))
+            receiving = stack.enter_context(open_rails(settings, key=KEY, name=f"d{j}"))
             receiving.register(memory.slab)
             into = InboundLinks(f"d{j}", KEY, memory, receiving, [pages for pages, _ in leased], settings)
             rank = Decode(f"d{j}", into, pool, wanted, [origin for _, origin in leased])

@@ -32,7 +32,7 @@ async def test_a_peer_can_write_only_what_it_was_granted_and_only_while_it_was(m
     async with both("direct", "tcp", mode=mode) as b:
         fill(b.source, 1)
         await b.out.connect("d", b.address)
-        data, ours = b.out._links["d"].data, b.source.slab.address
+        data, ours = b.out._links["d"].data.peers[0], b.source.slab.address
         slots = b.out._links["d"].writer.staging
         own = b.target.layout
         await settle(lambda: "p" in b.into._links)

@@ -11,8 +11,8 @@ from regauge.errors import ProtocolError
 from regauge.move import messages as m
 
 SAMPLES = [
-    m.Hello(2, "w", "i", "prefill", b"{}", b"", m.Staging(1 << 47, 64, 2)),
-    m.Ready("ab", ["staged", "mapped"], "s"),
+    m.Hello(2, "w", "i", "prefill", b"{}", [b""], m.Staging(1 << 47, 64, 2)),
+    m.Ready("ab", ["staged", "mapped"], ["s"]),
     m.Refuse(["no"]),
     m.Offer("t", 5),
     m.Grant("t", 1, [m.Table([3, 4]), m.Table([9], 64)], 2, 2.5, 4096, [[3, 3], [0]]),

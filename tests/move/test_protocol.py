@@ -26,6 +26,8 @@ from protocol_cases import (
 
 from regauge.errors import ProtocolError
 from regauge.move import messages as m
+from regauge.move.flow_sender import Pace
+from regauge.move.outleg import LinkTerms
 from regauge.move.protocol import (
     Check,
     Delivered,
@@ -38,6 +40,7 @@ from regauge.move.protocol import (
     Write,
 )
 from regauge.move.receiver import Receiver
+from regauge.move.sender import Sender
 from regauge.testing import faults
 from regauge.testing.shape import Group, Setup
 
@@ -92,10 +95,42 @@ def test_layers_that_wait_are_written_together() -> None:
     (first,) = s.ready("t", (0, 1), (0, 8), 0.0)
     assert s.ready("t", (1, 2), (0, 8), 0.0) == s.ready("t", (2, 3), (0, 8), 0.0) == []
     assert isinstance(first, Write)
-    told, second = s.written("t", "d", 1, first.seq, 8, DIGEST)
+    told, second = s.written("t", "d", 1, first.seq, 8, DIGEST, 0.0)
     assert isinstance(told, Send)
     assert isinstance(second, Write)
     assert (second.layers, second.tokens, second.table) == ((1, 3), (0, 8), PAGES[0])
+
+
+def test_a_nic_keeps_its_pace_and_other_nics_theirs() -> None:
+    s = Sender(offer_s=10, deadline_s=100, resume_s=0, paces=[Pace(1_000.0, burst=16), Pace(1_000.0, burst=16)])
+    parts = (Part(0, tuple(range(8))),)
+    for peer, way in (("d", 0), ("e", 0), ("f", 1)):
+        terms = LinkTerms(parts, lambda _, tokens: tokens, ways=(way,), chunk_bytes=8, depth=8)
+        s.link_up(peer, terms, "i")
+        s.offer(peer, [peer], 8, 0.0)
+        s.on_message(peer, m.Grant(peer, 1, PAGES, 0, 30.0), 0.0)
+    writes = [a for peer in "def" for a in s.ready(peer, (0, 8), (0, 8), 0.0) if isinstance(a, Write)]
+    assert [w.peer for w in writes] == ["d", "d", "f", "f"]  # 16 bytes of each NIC, then it is e's turn to wait
+    assert s.resume(0.0) == []
+    assert s.wake == pytest.approx(0.001)
+    assert [a.peer for a in s.resume(0.001) if isinstance(a, Write)] == ["d", "f"]
+    assert s.wake == pytest.approx(0.009)
+
+
+@pytest.mark.parametrize("nic", [0, 1, 2])
+def test_credit_names_the_nic_that_the_bytes_go_to(nic: int) -> None:
+    s = Sender(offer_s=10, deadline_s=100, resume_s=0)
+    s.link_up("d", LinkTerms((Part(0, (0,)),), lambda _, tokens: tokens, ways=(0, 0)), "i")
+    s.offer("t", ["d"], 8, 0.0)
+    s.on_message("d", m.Grant("t", 1, PAGES, 0, 30.0, credit=0), 0.0)
+    s.ready("t", (0, 1), (0, 8), 0.0)
+    if nic == 2:
+        with pytest.raises(ProtocolError, match="NIC 2, which it does not have"):
+            s.on_message("d", m.Credit("t", 1, 8, nic=nic), 0.0)
+        return
+    [write] = s.on_message("d", m.Credit("t", 1, 8, nic=nic), 0.0)
+    assert isinstance(write, Write)
+    assert write.nic == nic
 
 
 def test_chunks_are_announced_in_order_though_they_land_in_another() -> None:
@@ -104,8 +139,8 @@ def test_chunks_are_announced_in_order_though_they_land_in_another() -> None:
     first, second = s.ready("t", (0, 2), (0, 8), 0.0)
     assert isinstance(first, Write)
     assert isinstance(second, Write)
-    assert said(s.written("t", "d", 1, second.seq, 8, DIGEST)) == []
-    announced = said(s.written("t", "d", 1, first.seq, 8, DIGEST))
+    assert said(s.written("t", "d", 1, second.seq, 8, DIGEST, 0.0)) == []
+    announced = said(s.written("t", "d", 1, first.seq, 8, DIGEST, 0.0))
     assert [w.seq for w in announced if isinstance(w, m.Written)] == [0, 1]
 
 
@@ -216,7 +251,7 @@ def test_a_chunk_that_differs_is_written_once_more_and_then_fails() -> None:
     (write,) = s.ready("t", (0, 3), (0, 8), 0.0)
     assert isinstance(write, Write)
     for _ in range(2):
-        (w,) = said(s.written("t", "d", 1, write.seq, 24, DIGEST))
+        (w,) = said(s.written("t", "d", 1, write.seq, 24, DIGEST, 0.0))
         (check,) = checks(r, w)  # type: ignore[arg-type]  # it is a Written
         told = r.checked(check, 0.0, agrees=False)
         if said(told) == [m.Again("t", 1, 0)]:
@@ -244,7 +279,7 @@ def test_source_pages_are_kept_while_a_write_reads_them() -> None:
     assert isinstance(write, Write)
     assert s.cancel("t", "the client left") == [Failed("t", "the client left", held=True)]
     assert s.on_message("d", m.Fence("t"), 0.0) == []
-    assert s.written("t", "d", 1, 0, 24, DIGEST) == [Send("d", m.Fenced("t")), Released("t")]
+    assert s.written("t", "d", 1, 0, 24, DIGEST, 0.0) == [Send("d", m.Fenced("t")), Released("t")]
     assert s.on_message("d", m.Fence("t"), 0.0) == [Send("d", m.Fenced("t"))]
 
 
@@ -281,7 +316,7 @@ def test_several_ranks_on_either_side() -> None:
     assert s.on_message("e", m.Grant("t", 1, PAGES, 2, 10.0), 0.0) == [Granted("t", 2)]
     assert [w.peer for w in s.ready("t", (0, 3), (0, 8), 0.0) if isinstance(w, Write)] == ["d", "e"]
     for peer in ("d", "e"):
-        s.written("t", peer, 1, 0, 24, DIGEST)
+        s.written("t", peer, 1, 0, 24, DIGEST, 0.0)
     assert kinds(s.finish("t", b"")) == ["Finish", "Finish"]
     assert s.on_message("d", m.Commit("t"), 0.0) == []
     assert kinds(s.on_message("e", m.Commit("t"), 0.0)) == ["Delivered"]

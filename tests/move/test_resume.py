@@ -96,7 +96,7 @@ def test_a_commit_lost_with_its_link_is_said_again() -> None:
     granted(s, offered(r))
     (write,) = s.ready("t", (0, 3), (0, 8), 0.0)
     assert isinstance(write, Write)
-    (w,) = said(s.written("t", "d", 1, 0, 24, DIGEST))
+    (w,) = said(s.written("t", "d", 1, 0, 24, DIGEST, 0.0))
     (check,) = checks(r, w)  # type: ignore[arg-type]  # it is a Written
     (finish,) = said(s.finish("t", b"first token"))
     r.checked(check, 0.0)

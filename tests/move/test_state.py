@@ -30,13 +30,13 @@ async def test_both_ends_of_a_link_and_its_pages_are_shown(kind: str) -> None:
         [into], [out] = inbound_links(b.into), outbound_links(b.out)
         assert (into.peer, into.state, into.path, into.modes) == ("p", "up", "CONVERT", out.modes)
         assert (out.peer, out.state, out.path) == ("d", "up", "CONVERT")
-        assert into.session == out.session == b.out._links["d"].data.session[:8]
+        assert into.session == out.session == b.out._links["d"].data.sessions[0][:8]
         assert 0 <= into.up_s < 20
         slots = b.out._links["d"].writer.terms().slots
         await settle(lambda: outbound_links(b.out)[0].free_slots == slots)
         assert (into.resent, into.resumed, into.free_slots) == (0, 0, None)
         assert pool_states([b.pool]) == [PoolState(24, 16, 17, 7, 0, 0)]
-        [session] = session_states(b.into._transport)
+        [session] = session_states(b.into._rails)
         assert (session.peer, session.session) == ("p", into.session)
         assert session.nbytes > 0 or kind == "shm"
         sent.ready((1, 3), (0, 100))

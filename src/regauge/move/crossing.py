@@ -160,11 +160,11 @@ class Writer:
     """The prefill side of one link: writes chunks into one decode worker's memory. Thread-safe."""
 
     def __init__(
-        self, crossing: Crossing, own: Memory, peer: Peer, staging: Staging | None, *, terms: Terms, slot: Slab | None
+        self, crossing: Crossing, own: Memory, peers: Sequence[Peer], staging: Staging | None, *, terms: Terms, slot: Slab | None
     ) -> None:  # fmt: skip
         """Raises Refused for a peer's regions that do not hold its pages, ConfigError where staging is needed and there is none.
 
-        `slot` holds as many staging slots as chunks are gathered at once.
+        `peers`: a connection to each of the peer's NICs. `slot` holds as many staging slots as chunks are gathered at once.
         """
         self.crossing = crossing
         plan = crossing.plan
@@ -173,7 +173,7 @@ class Writer:
         decisions = [choose_mode(plan, pair, terms) for pair in crossing.pairs]
         self.modes: tuple[Mode, ...] = tuple(each.chosen.mode for each in decisions)
         self.why = "; ".join(dict.fromkeys(each.why for each in decisions))
-        self._peer = peer
+        self._peers = tuple(peers)
         self._own = own.bases
         self.staging = staging
         self._target: Mapping[str, int] = {r.name: r.base for r in plan.decode.regions}
@@ -182,7 +182,7 @@ class Writer:
         """Slabs of the peer that are written directly."""
         _check_regions(plan.decode)
         if "fused" in self.modes:  # else addresses are the peer's own: what a transport posts to
-            self._mapped, self._slabs = _mapped_bases(plan.decode, peer)
+            self._mapped, self._slabs = _mapped_bases(plan.decode, self._peers[0])
         if "staged" in self.modes and (staging is None or slot is None):
             raise ConfigError("this pair needs staging, and the decode worker offers none: set transfer.staging_bytes")
         self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
@@ -223,7 +223,7 @@ class Writer:
             return self._post_mapped(chunk, src, dst, tiles, deadline_s)
         with contextlib.ExitStack() as held:
             for slab in self._slabs:
-                held.enter_context(self._peer.writing(slab))
+                held.enter_context(self._peers[0].writing(slab))
             sums = digest.run(tiles, of="dst", threads=self.crossing.threads)
         count, layers = (end - first for first, end in (chunk.tokens, chunk.layers))
         return Posted(self.crossing.layer_bytes(chunk.pair, count) * layers, _encode(sums.dst))
@@ -239,7 +239,7 @@ class Writer:
         )
         digest_ = digest.read(tiles, "src", threads=self.crossing.threads)
         list_ = pieces(plain.of(chunk.layers))
-        ticket = self._peer.post(list_, deadline_s, grant_id(chunk.transfer, chunk.epoch))
+        ticket = self._peers[chunk.nic].post(list_, deadline_s, grant_id(chunk.transfer, chunk.epoch))
         return Posted(ticket.nbytes, _encode(digest_), ticket)
 
     def _post_staged(self, chunk: Write, src: Side, deadline_s: float) -> Posted:
@@ -254,7 +254,9 @@ class Writer:
             sums = digest.run(tiles, of="dst", threads=self.crossing.threads)
             nbytes = size * (chunk.layers[1] - chunk.layers[0])
             remote = self.staging.address + chunk.slot * self.staging.slot_bytes
-            ticket = self._peer.post(np.array([[slot, remote, nbytes]], np.int64), deadline_s, STAGING_GRANT)
+            ticket = self._peers[chunk.nic].post(
+                np.array([[slot, remote, nbytes]], np.int64), deadline_s, STAGING_GRANT
+            )
         except BaseException:
             self._free.put(slot)
             raise

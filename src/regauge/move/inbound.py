@@ -36,9 +36,9 @@ from regauge.move.memory import Slab
 from regauge.move.pages import PagePool
 from regauge.move.plane import resolve
 from regauge.move.protocol import Action, Check, Delivered, Failed, FenceLink, Released, Send, TransferState
+from regauge.move.rails import Rails
 from regauge.move.receiver import Receiver
 from regauge.move.transport import Region as SlabRegion
-from regauge.move.transport import Transport
 from regauge.plan import Judge, Plan, check
 from regauge.plan.cost import Mode
 from regauge.plan.ranks import lacking, leg
@@ -60,12 +60,13 @@ class _Link:
     peer: str
     channel: Channel
     staging: Slab
-    region: SlabRegion
+    regions: tuple[SlabRegion, ...]
+    """Of the staging slab, on each NIC."""
     checker: Checker
     path: str
     modes: tuple[Mode, ...]
     """How each pair of state groups is written."""
-    session: str
+    sessions: list[str]
     instance: str
     thread: ThreadPoolExecutor
     checks: set[asyncio.Task[None]] = field(default_factory=set)
@@ -97,27 +98,22 @@ class InboundLinks:
     """All links of a decode rank. `pools`: the pages of each of its state groups, leased under a transfer's name."""
 
     def __init__(
-        self, name: str, key: bytes, memory: Memory, transport: Transport, pools: Sequence[PagePool],
+        self, name: str, key: bytes, memory: Memory, rails: Rails, pools: Sequence[PagePool],
         config: TransferConfig, judge: Judge = check,
     ) -> None:  # fmt: skip
-        nic = NicLimits("compute", config.flow.nic_bytes_per_s, config.flow.rtt_s)
-        flow = ReceiverFlow([nic], limits=config.flow)
-        self.receiver = Receiver(
-            lease_s=config.lease_s,
-            offer_s=config.offer_s,
-            deadline_s=config.deadline_s,
-            resume_s=config.resume_s,
-            flow=flow,
-        )
+        nics = [NicLimits(name, config.flow.nic_bytes_per_s, config.flow.rtt_s) for name in rails.names]
+        flow = ReceiverFlow(nics, limits=config.flow)
+        times = {"lease_s": config.lease_s, "offer_s": config.offer_s, "deadline_s": config.deadline_s}
+        self.receiver = Receiver(**times, resume_s=config.resume_s, flow=flow)
         self.pools = tuple(pools)
         self.on_release: Callable[[], None] = lambda: None
         """Called when pages of a failed transfer have been freed."""
         self._name = name
         self._key = key
         self._memory = memory
-        self._transport = transport
+        self._rails = rails
         self._config = config
-        self._lending = Lending(transport)
+        self._lending = Lending(rails)
         self._tls = tls.from_config(config.tls)
         self._judge = judge
         self._links: dict[str, _Link] = {}
@@ -209,7 +205,7 @@ class InboundLinks:
                         if isinstance(message, m.Grant) and self._lending.checked:
                             incoming = self._incoming[message.transfer]
                             ranges = link.checker.lent(link.modes, incoming.tables, (message.first, incoming.tokens))
-                            self._lending.lend(message.transfer, message.epoch, link.session, ranges)
+                            self._lending.lend(message.transfer, message.epoch, link.sessions, ranges)
                         link.channel.send(message)
                 case Check(peer):
                     link = self._links[peer]
@@ -262,12 +258,12 @@ class InboundLinks:
             self._spawn(self._fence_gone(gone))
 
     async def _fence_gone(self, link: _Link) -> None:
-        while not await asyncio.to_thread(self._transport.fence_inbound, link.session, FENCE_S):
+        while not await asyncio.to_thread(self._rails.fence_inbound, link.sessions, FENCE_S):
             log.warning("a writer cannot be fenced yet; its pages stay quarantined", peer=link.peer)
         if link.checks:
             await asyncio.gather(*link.checks, return_exceptions=True)
         link.thread.shutdown(wait=False)
-        await asyncio.to_thread(self._transport.unregister, link.region)
+        await asyncio.to_thread(self._rails.unregister, link.regions)
         link.staging.close()
         del self._gone[link.peer]
         self._run(self.receiver.link_fenced(link.peer, time.monotonic()))
@@ -322,7 +318,7 @@ class InboundLinks:
             channel.send(m.Refuse([str(error)[:4_000]]))
             raise
         # A peer that maps the pages writes them directly, unless told otherwise: its slots stay empty.
-        direct = self._transport.caps.maps_memory and self._config.mode in ("auto", "fused")
+        direct = self._rails.caps.maps_memory and self._config.mode in ("auto", "fused")
         size = 4096 if direct else self._config.staging_bytes
         staging = await asyncio.to_thread(Slab, size, f"staging:{hello.worker}")
         try:
@@ -344,29 +340,33 @@ class InboundLinks:
     async def _finish_greeting(self, channel: Channel, hello: m.Hello, plan: Plan, staging: Slab) -> _Link:
         slots = max(1, min(MAX_SLOTS, staging.nbytes // MIN_SLOT))
         offered = m.Staging(staging.address, staging.nbytes // slots // 64 * 64, slots)
-        region = self._transport.register(staging)  # by name: of two connections of one worker at once, one fails here
+        regions = self._rails.register(staging)  # by name: of two connections of one worker at once, one fails here
         verdict = plan.verdict
         try:
-            channel.send(m.Hello(m.VERSION, self._name, self._transport.session, "decode",
-                                 encode_layout(self._memory.layout), self._transport.export(), offered))  # fmt: skip
+            channel.send(m.Hello(m.VERSION, self._name, self._rails.session, "decode",
+                                 encode_layout(self._memory.layout), self._rails.export(), offered))  # fmt: skip
             async with asyncio.timeout(READY_S):
                 ready = await channel.receive()
             if isinstance(ready, m.Refuse):
                 raise Refused(tuple(ready.reasons))
             if not isinstance(ready, m.Ready) or ready.pair != verdict.pair or len(ready.modes) != len(plan.pairs):
                 raise ProtocolError(f"{hello.worker} does not agree on the pair of layouts: {ready!r}")
+            if len(ready.sessions) != len(self._rails.transports):
+                raise ProtocolError(f"{hello.worker} has {len(ready.sessions)} data connections, not one for each NIC")
         except BaseException as error:
-            await asyncio.to_thread(self._transport.unregister, region)
+            await asyncio.to_thread(self._rails.unregister, regions)
             if isinstance(error, TimeoutError):
                 raise DeadlineExceeded(
                     f"{hello.worker} did not open its data connection within {READY_S:g} s"
                 ) from error
             raise
-        crossing = Crossing(plan, prepared.TransferKeys(self._key, ready.session), threads=self._config.kernel_threads)
+        crossing = Crossing(
+            plan, prepared.TransferKeys(self._key, ready.sessions[0]), threads=self._config.kernel_threads
+        )
         checker = Checker(crossing, self._memory, offered)
         if "staged" in ready.modes:
-            self._lending.slots(ready.session, offered)
-        return _Link(hello.worker, channel, staging, region, checker, verdict.path, tuple(ready.modes), ready.session,
+            self._lending.slots(ready.sessions, offered)
+        return _Link(hello.worker, channel, staging, regions, checker, verdict.path, tuple(ready.modes), ready.sessions,
                      hello.instance, ThreadPoolExecutor(1, thread_name_prefix=f"check-{hello.worker}"))  # fmt: skip
 
     async def _check(self, link: _Link, chunk: Check) -> None:

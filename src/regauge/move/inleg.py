@@ -54,6 +54,8 @@ class InLeg:
     """Bytes of this epoch, in units of credit; re-sent chunks count once."""
     credit: int | None = None
     """Bytes that may be written in this epoch; None: all."""
+    nic: int = 0
+    """Position of this side's NIC that they come over."""
     wire_bytes: int = 0
     finish: m.Finish | None = None
 
@@ -151,5 +153,5 @@ class InLeg:
         return LegState(
             peer=self.peer, state=self.state, epoch=self.epoch, in_flight=len(self.checking),
             chunks=self.seq - len(self.checking) - len(self.again), resent=self.resent, wire_bytes=self.wire_bytes,
-            credit=self.credit, progress=done / total if total else 0.0,
+            credit=self.credit, nic=self.nic, progress=done / total if total else 0.0,
         )  # fmt: skip

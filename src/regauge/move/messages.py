@@ -53,16 +53,18 @@ class Hello(Message, frozen=True, tag="hello"):
     """Of this process: a restarted worker is another one, and knows of no transfer."""
     role: Literal["prefill", "decode"]
     layout: bytes
-    export: bytes
+    exports: Annotated[list[bytes], Meta(min_length=1, max_length=16)]
+    """Of the data plane: one for each of its NICs."""
     staging: Staging | None = None
 
 
 class Ready(Message, frozen=True, tag="ready"):
-    """Prefill's second message: the pair's digest as it sees it, how it writes each pair of groups, and its data connection."""
+    """Prefill's second message: the pair's digest as it sees it, how it writes each pair of groups, and its data connections."""
 
     pair: Name
     modes: Annotated[list[Mode], Meta(max_length=64)]
-    session: Name
+    sessions: Annotated[list[Name], Meta(min_length=1, max_length=16)]
+    """One for each of decode's NICs."""
 
 
 class Refuse(Message, frozen=True, tag="refuse"):
@@ -108,6 +110,8 @@ class Credit(Message, frozen=True, tag="credit"):
     upto: Count
     rank: Annotated[int, Meta(ge=0, le=9)] = 0
     """Class of the transfer among those that this worker sends; the lowest goes first, in it what has least left."""
+    nic: Annotated[int, Meta(ge=0, lt=16)] = 0
+    """Position of decode's NIC that they come over."""
 
 
 class Written(Message, frozen=True, tag="written"):

@@ -9,20 +9,21 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import structlog
 
 from regauge.config import TransferConfig
-from regauge.errors import DeadlineExceeded, ProtocolError, Refused, RegaugeError, TransferFailed, TransportError
+from regauge.errors import ProtocolError, Refused, RegaugeError, TransferFailed, TransportError
 from regauge.layout.spec import Layout
 from regauge.move import messages as m
 from regauge.move import tls
 from regauge.move.channel import Channel, decode_layout, encode_layout
 from regauge.move.costs import read
 from regauge.move.crossing import DEPTH, Crossing, Memory, PageTable, Terms, Writer
+from regauge.move.flow_sender import Pace
 from regauge.move.memory import Slab
 from regauge.move.plane import Plane, resolve
 from regauge.move.prepared import TransferKeys
@@ -38,14 +39,17 @@ from regauge.move.protocol import (
     TransferState,
     Write,
 )
+from regauge.move.rails import Connections, Rails
 from regauge.move.sender import Sender
-from regauge.move.transport import Peer, Ticket, Transport
+from regauge.move.transport import Region
 from regauge.plan import Judge, Plan, check
 from regauge.plan.cost import DEFAULTS, Mode, Setting
 from regauge.plan.ranks import leg
 
 log = structlog.get_logger()
 TICK_S = 0.25
+BURST = 4 << 20
+"""Least bytes that leave at line rate after a pause."""
 FENCE_S = 10.0
 TICKET_S = 5.0
 """Seconds after its deadline in which a transport must end a post."""
@@ -61,9 +65,11 @@ Address = tuple[str, int]
 class _Link:
     peer: str
     channel: Channel
-    data: Peer
+    data: Connections
     writer: Writer
     slot: Slab | None
+    regions: tuple[Region, ...]
+    """Of the slot."""
     thread: ThreadPoolExecutor
     instance: str
     task: asyncio.Task[None] | None = None
@@ -125,14 +131,20 @@ class OutboundLinks:
     """All links of a prefill rank."""
 
     def __init__(
-        self, name: str, key: bytes, memory: Memory, transport: Transport, config: TransferConfig,
+        self, name: str, key: bytes, memory: Memory, rails: Rails, config: TransferConfig,
         judge: Judge = check,
     ) -> None:  # fmt: skip
-        self.sender = Sender(offer_s=config.offer_s, deadline_s=config.deadline_s, resume_s=config.resume_s)
+        flow = config.flow
+        self.sender = Sender(
+            offer_s=config.offer_s,
+            deadline_s=config.deadline_s,
+            resume_s=config.resume_s,
+            paces=[Pace(flow.nic_bytes_per_s, max(BURST, flow.quantum_bytes)) for _ in rails.transports],
+        )
         self._name = name
         self._key = key
         self._memory = memory
-        self._transport = transport
+        self._rails = rails
         self._config = config
         self._tls = tls.from_config(config.tls)
         self._constants = read(Path(config.costs)) if config.costs else DEFAULTS
@@ -143,6 +155,7 @@ class OutboundLinks:
         self._relinking: dict[str, asyncio.Task[None]] = {}
         self._transfers: dict[str, Outgoing] = {}
         self._ticker: asyncio.Task[None] | None = None
+        self._waking: asyncio.TimerHandle | None = None
 
     async def start(
         self, transfer: str, peers: Mapping[str, Address], tables: Sequence[PageTable], tokens: int,
@@ -201,6 +214,13 @@ class OutboundLinks:
                     self._ended(action)
                 case _:
                     raise AssertionError(f"a sender does not {action!r}")
+        if self.sender.wake is not None and self._waking is None:
+            delay = max(0.0, self.sender.wake - time.monotonic())
+            self._waking = asyncio.get_running_loop().call_later(delay, self._wake)
+
+    def _wake(self) -> None:
+        self._waking = None
+        self.run(self.sender.resume(time.monotonic()))
 
     def _ended(self, action: Delivered | Failed | Released) -> None:
         held = isinstance(action, Failed) and action.held
@@ -218,6 +238,8 @@ class OutboundLinks:
         for task in (self._ticker, *self._relinking.values()):
             if task is not None:
                 task.cancel()
+        if self._waking is not None:
+            self._waking.cancel()
         self.run(self.sender.give_up("the prefill worker is closing"))
         links = list(self._links.values())
         for link in links:
@@ -233,10 +255,11 @@ class OutboundLinks:
                 await asyncio.wait([old.task])
             link = await self._open(peer, address)
             plan = link.writer.crossing.plan
-            link.channel.send(m.Ready(plan.verdict.pair, list(link.writer.modes), link.data.session))
+            link.channel.send(m.Ready(plan.verdict.pair, list(link.writer.modes), link.data.sessions))
             self._links[peer] = link
             self._addresses[peer] = address
-            self.run(self.sender.link_up(peer, link.writer.terms(), link.instance))
+            terms = replace(link.writer.terms(), ways=link.data.ways)
+            self.run(self.sender.link_up(peer, terms, link.instance))
             link.task = asyncio.create_task(self._serve(link))
             self._ticker = self._ticker or asyncio.create_task(self._tick())
             return link
@@ -264,10 +287,10 @@ class OutboundLinks:
                 m.Hello(
                     m.VERSION,
                     self._name,
-                    self._transport.session,
+                    self._rails.session,
                     "prefill",
                     encode_layout(self._memory.layout),
-                    self._transport.export(),
+                    self._rails.export(),
                 )
             )
             hello = await channel.hello()
@@ -278,7 +301,7 @@ class OutboundLinks:
             if verdict.path == "REFUSED":
                 raise Refused(tuple(str(r) for r in verdict.refusals))
             plan = await asyncio.to_thread(self._plan, peer, layout)
-            data = await asyncio.to_thread(self._transport.connect, hello.export, FENCE_S)
+            data = await asyncio.to_thread(self._rails.connect, hello.exports, FENCE_S, peer=peer)
             return await asyncio.to_thread(self._prepare, hello, channel, data, plan)
         except BaseException:
             channel.close()
@@ -293,25 +316,25 @@ class OutboundLinks:
             raise Refused((f"nothing of what {peer} keeps is sent from {self._name}: leave it out of the transfer",))
         return plan
 
-    def _prepare(self, hello: m.Hello, channel: Channel, data: Peer, plan: Plan) -> _Link:
+    def _prepare(self, hello: m.Hello, channel: Channel, data: Connections, plan: Plan) -> _Link:
         peer, staging = hello.worker, hello.staging
         slot = Slab(DEPTH * staging.slot_bytes, f"slot:{peer}") if staging is not None else None
+        regions: tuple[Region, ...] = ()
         try:
             if slot is not None:
-                self._transport.register(slot)
-            setting = Setting(self._transport.medium, mode=self._config.mode)
-            terms = Terms(self._transport.caps.maps_memory, setting, self._constants)
-            keys = TransferKeys(self._key, data.session)
+                regions = self._rails.register(slot)
+            setting = Setting(self._rails.medium, mode=self._config.mode)
+            terms = Terms(self._rails.caps.maps_memory, setting, self._constants)
+            keys = TransferKeys(self._key, data.sessions[0])
             crossing = Crossing(plan, keys, threads=self._config.kernel_threads)
-            writer = Writer(crossing, self._memory, data, staging, terms=terms, slot=slot)
+            writer = Writer(crossing, self._memory, data.peers, staging, terms=terms, slot=slot)
             log.info("link opened", peer=peer, modes=writer.modes, why=writer.why)
         except BaseException:
             data.close()
-            if slot is not None:
-                self._withdraw(slot)
+            self._withdraw(slot, regions)
             raise
         threads = ThreadPoolExecutor(min(GATHER_THREADS, writer.depth), thread_name_prefix=f"write-{peer}")
-        return _Link(peer, channel, data, writer, slot, threads, hello.instance)
+        return _Link(peer, channel, data, writer, slot, regions, threads, hello.instance)
 
     async def _serve(self, link: _Link) -> None:
         """Read the link's messages until it ends, then let its transfers wait for a new one once nothing is in flight."""
@@ -338,14 +361,12 @@ class OutboundLinks:
             await asyncio.gather(*link.writes, return_exceptions=True)
         link.thread.shutdown(wait=False)
         await asyncio.to_thread(link.data.close)
-        if link.slot is not None:
-            await asyncio.to_thread(self._withdraw, link.slot)
+        await asyncio.to_thread(self._withdraw, link.slot, link.regions)
 
-    def _withdraw(self, slot: Slab) -> None:
-        region = next((r for r in self._transport.memory().table.regions if r.name == slot.name), None)
-        if region is not None:
-            self._transport.unregister(region)
-        slot.close()
+    def _withdraw(self, slot: Slab | None, regions: tuple[Region, ...]) -> None:
+        self._rails.unregister(regions)
+        if slot is not None:
+            slot.close()
 
     async def _write(self, link: _Link, chunk: Write) -> None:
         out = self._transfers[chunk.transfer]
@@ -353,7 +374,7 @@ class OutboundLinks:
         try:
             posted = await loop.run_in_executor(link.thread, link.writer.start, chunk, out.tables, limit)
             if posted.ticket is not None:
-                await _landed(posted.ticket, limit + TICKET_S)
+                await posted.ticket.landed(limit + TICKET_S)
             link.writer.ended(posted)
         except TransportError as error:  # bytes may still land: only the link's end is certain
             log.warning("write failed", peer=link.peer, transfer=chunk.transfer, error=str(error))
@@ -365,27 +386,10 @@ class OutboundLinks:
             link.channel.close()
             self.run(self.sender.cancel(chunk.transfer, f"a chunk could not be written: {error}"))
         else:
-            self.run(
-                self.sender.written(chunk.transfer, link.peer, chunk.epoch, chunk.seq, posted.nbytes, posted.digest)
-            )
+            written = chunk.transfer, link.peer, chunk.epoch, chunk.seq, posted.nbytes, posted.digest
+            self.run(self.sender.written(*written, time.monotonic()))
 
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
             self.run(self.sender.tick(time.monotonic()))
-
-
-async def _landed(ticket: Ticket, limit_s: float) -> None:
-    """Wait until a post has landed, without a thread. Raises TransportError when it failed, or has not ended in time."""
-    loop, ended = asyncio.get_running_loop(), asyncio.Event()
-
-    def tell(_: Ticket) -> None:
-        loop.call_soon_threadsafe(ended.set)
-
-    ticket.add_done_callback(tell)
-    try:
-        async with asyncio.timeout(limit_s):
-            await ended.wait()
-    except TimeoutError as error:
-        raise DeadlineExceeded(f"a write of {ticket.nbytes} bytes did not end within {limit_s:g} s") from error
-    ticket.check()

@@ -30,6 +30,8 @@ class LinkTerms:
     """Most bytes of a chunk that needs no slot: what one re-send costs."""
     depth: int = 2
     """Most writes in flight."""
+    ways: tuple[int, ...] = (0,)
+    """For each of the peer's NICs the NIC of this side that it is reached from."""
 
 
 ROUND_TOKENS = 128
@@ -78,6 +80,8 @@ class OutLeg:
     """Bytes that may be taken in this epoch; None: all."""
     rank: int = 0
     """Class given with the credit: see `messages.Credit`."""
+    nic: int = 0
+    """The peer's NIC, likewise."""
     taken: int = 0
     """Bytes of this epoch taken into chunks, re-sent ones once: in units of credit, as `credit` and `wanted`."""
     wanted: int = 0
@@ -121,6 +125,7 @@ class OutLeg:
                 f"{self.peer} says that tokens of {grant.transfer!r} have arrived which it never wanted"
             )
         self.state, self.grant, self.credit, self.newest = "granted", grant, grant.credit, grant.epoch
+        self.nic = 0
         self.parts = [Progress(need, list(at), list(at)) for need, at in zip(needs, done, strict=True)]
         self.before = sum(
             (at - p.need[0]) * part.token_bytes for part, p in zip(parts, self.parts, strict=True) for at in p.sent
@@ -166,6 +171,11 @@ class OutLeg:
     def remaining(self) -> int:
         """Layers times tokens that are not taken into chunks yet."""
         return sum(p.need[1] * len(p.sent) - sum(p.sent) for p in self.parts)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether something is computed and covered by credit, and not taken into a chunk: for as many slots as it needs."""
+        return bool(self.again) or (self._first() is not None and (self.credit is None or self.credit > self.taken))
 
     def ask_again(self, seq: int) -> None:
         """Queue a chunk once more. Raises ProtocolError unless it was written and announced, once."""
@@ -254,7 +264,7 @@ class OutLeg:
         return LegState(
             peer=self.peer, state=self.state, epoch=self.epoch, in_flight=len(self.flight), chunks=len(self.chunks),
             resent=sum(c.resent for c in self.chunks), wire_bytes=self.wire_bytes, credit=self.credit,
-            progress=done / total if total else 0.0,
+            nic=self.nic, progress=done / total if total else 0.0,
         )  # fmt: skip
 
 

@@ -68,6 +68,8 @@ class Write:
     tokens: Range
     table: m.Table
     slot: int | None
+    nic: int = 0
+    """Position of the peer's NIC that it goes to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +153,8 @@ class LegState(msgspec.Struct, frozen=True):
     wire_bytes: int
     credit: int | None
     """Bytes that may be written in this epoch; None: all."""
+    nic: int
+    """Position of decode's NIC that they come over."""
     progress: float
     """Share of the layers and tokens that are written (prefill) or verified (decode)."""
 

@@ -57,6 +57,7 @@ class Receiver:
         """How transfers ended, for a peer that lost the word: (peer, transfer) -> reason, empty if delivered."""
         self._epoch = 0
         self.flow = flow
+        self._nics = {} if flow is None else {state.nic: i for i, state in enumerate(flow.links())}
         self._flowing: dict[str, tuple[str, str]] = {}
         """Legs that flow control knows, by epoch: (transfer, peer)."""
         self._parts: dict[str, tuple[Part, ...]] = {}
@@ -81,7 +82,7 @@ class Receiver:
         actions: list[Action] = []
         for name, t in list(self._inbound.items()):
             leg = t.legs.get(peer)
-            if leg is not None and leg.state in ("lost", "parked") and not t.failed:
+            if leg is not None and leg.state in ("lost", "parked") and not (leg.complete or t.failed):
                 actions += self._fail(name, t, f"prefill worker {peer} has been restarted", now)
         return actions
 
@@ -356,8 +357,8 @@ class Receiver:
             if leg is None or leg.state != "granted" or str(leg.epoch) != action.transfer:
                 continue
             if isinstance(action, Credit):
-                leg.credit = action.data_bytes
-                out.append(Send(peer, m.Credit(name, leg.epoch, action.data_bytes, int(action.rank))))
+                leg.credit, leg.nic = action.data_bytes, self._nics[action.nic]
+                out.append(Send(peer, m.Credit(name, leg.epoch, action.data_bytes, int(action.rank), leg.nic)))
             elif isinstance(action, Refuse):
                 out.append(Send(peer, m.Abort(name, action.reason)))
         return out

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from regauge.errors import ProtocolError
 from regauge.move import messages as m
+from regauge.move.flow_sender import Pace
 from regauge.move.outleg import LinkTerms, OutLeg
 from regauge.move.protocol import (
     Action,
@@ -46,12 +47,21 @@ class _Outbound:
 class Sender:
     """The prefill side of all transfers of one rank."""
 
-    def __init__(self, *, offer_s: float, deadline_s: float, resume_s: float, most_writes: int = 1 << 30) -> None:
-        """`most_writes`: writes in flight over all links together; few, where they share a NIC, keep the receivers' order."""
+    def __init__(
+        self, *, offer_s: float, deadline_s: float, resume_s: float, most_writes: int = 1 << 30,
+        paces: Sequence[Pace] = (),
+    ) -> None:  # fmt: skip
+        """`most_writes`: writes in flight over all links together; few, where they share a NIC, keep the receivers' order.
+
+        `paces`: how fast each NIC of this side may send; as fast as it can, without.
+        """
         self._offer_s = offer_s
         self._deadline_s = deadline_s
         self._resume_s = resume_s
         self._most_writes = most_writes
+        self._paces = tuple(paces)
+        self.wake: float | None = None
+        """When `resume` may start writes that a NIC's pace holds back; None: nothing is held back."""
         self._outbound: dict[str, _Outbound] = {}
         self._terms: dict[str, LinkTerms] = {}
         self._free: dict[str, list[int]] = {}
@@ -129,7 +139,7 @@ class Sender:
         for leg in t.legs.values():
             if leg.state == "granted":
                 actions += self._computed(transfer, t, leg, layers)
-        return [*actions, *self._pump()]
+        return [*actions, *self._pump(now)]
 
     def finish(self, transfer: str, handover: bytes) -> list[Action]:
         """Everything has been made ready; `handover` is what decode needs beside the KV."""
@@ -148,7 +158,7 @@ class Sender:
         """Take a message. Raises ProtocolError when the peer breaks the rules: the link must then end."""
         if isinstance(message, m.Freed):
             self._free_slot(peer, message.slot)
-            return list(self._pump())
+            return list(self._pump(now))
         if not isinstance(message, m.Grant | m.Credit | m.Again | m.Commit | m.Abort | m.Fence):
             raise ProtocolError(f"{peer} sent {type(message).__name__}, which decode does not say here")
         t = self._outbound.get(message.transfer)
@@ -160,7 +170,7 @@ class Sender:
         return self._on_own(message.transfer, t, leg, message, now)
 
     def written(
-        self, transfer: str, peer: str, epoch: int, seq: int, nbytes: int, digest: bytes
+        self, transfer: str, peer: str, epoch: int, seq: int, nbytes: int, digest: bytes, now: float
     ) -> list[Action]:  # fmt: skip
         """A `Write` has landed; `digest` is of what was written."""
         t = self._outbound.get(transfer)
@@ -175,9 +185,9 @@ class Sender:
             if slot is not None:
                 self._free[peer].append(slot)
             del leg.flight[seq]
-            return [*self._settle(transfer, t), *self._pump()]
+            return [*self._settle(transfer, t), *self._pump(now)]
         told: list[Action] = [Send(peer, word) for word in leg.landed()]
-        return [*told, *self._maybe_finish(transfer, t, leg), *self._pump()]
+        return [*told, *self._maybe_finish(transfer, t, leg), *self._pump(now)]
 
     def link_lost(self, peer: str, reason: str, now: float) -> list[Action]:
         """The link is gone and its data connection fenced: nothing is in flight. Transfers wait `resume_s` for a new one."""
@@ -200,7 +210,11 @@ class Sender:
         if waiting:
             self._lost[peer] = now + self._resume_s
             actions.append(Relink(peer))
-        return [*actions, *self._pump()]
+        return [*actions, *self._pump(now)]
+
+    def resume(self, now: float) -> list[Action]:
+        """Start what a NIC's pace held back: for `wake`."""
+        return list(self._pump(now))
 
     def waits_for(self, peer: str) -> bool:
         """Whether transfers wait for a new link to a peer."""
@@ -248,12 +262,14 @@ class Sender:
                 return self._granted(name, t, leg, message, now) if due else []
             case m.Credit():
                 if message.epoch == leg.epoch and leg.credit is not None:
-                    leg.credit, leg.rank = max(leg.credit, message.upto), message.rank
-                    return list(self._pump())
+                    if message.nic >= len(self._terms[peer := leg.peer].ways):
+                        raise ProtocolError(f"{peer} gives credit for its NIC {message.nic}, which it does not have")
+                    leg.credit, leg.rank, leg.nic = max(leg.credit, message.upto), message.rank, message.nic
+                    return list(self._pump(now))
             case m.Again():
                 if not t.failed and message.epoch == leg.epoch:
                     leg.ask_again(message.seq)
-                    return list(self._pump())
+                    return list(self._pump(now))
             case m.Commit():
                 return self._on_commit(name, t, leg, now)
             case m.Fence():
@@ -273,7 +289,7 @@ class Sender:
         if not t.announced and all(each.state == "granted" for each in t.legs.values()):
             t.announced, t.deadline = True, now + self._deadline_s
             actions.append(Granted(name, min(each.grant.first for each in t.legs.values() if each.grant is not None)))
-        return [*actions, *self._computed(name, t, leg), *self._pump(), *self._maybe_finish(name, t, leg)]
+        return [*actions, *self._computed(name, t, leg), *self._pump(now), *self._maybe_finish(name, t, leg)]
 
     def _on_commit(self, name: str, t: _Outbound, leg: OutLeg, now: float) -> list[Action]:
         if leg.state == "over" or t.failed:
@@ -297,7 +313,7 @@ class Sender:
         more = leg.want(self._terms[leg.peer])
         return [] if more is None else [Send(leg.peer, m.Want(name, leg.epoch, more))]
 
-    def _pump(self) -> Iterator[Action]:
+    def _pump(self, now: float) -> Iterator[Action]:
         """Start writes: in the receivers' order, what has least left first, then the oldest; as many as links and NIC carry."""
         able = [
             (leg.rank, leg.remaining if leg.credit is not None else 0, i, name, leg)
@@ -306,16 +322,26 @@ class Sender:
             for leg in t.legs.values()
             if leg.state == "granted" and leg.peer in self._terms
         ]
+        self.wake = None
         for *_, name, leg in sorted(able, key=lambda x: x[:3]):
             terms, peer = self._terms[leg.peer], leg.peer
             while self._flying[peer] < terms.depth and sum(self._flying.values()) < self._most_writes:
+                pace = self._paces[terms.ways[leg.nic]] if self._paces else None
+                if pace is not None and (wait := pace.wait(now)) > 0:
+                    if leg.waiting:
+                        self.wake = min(now + wait, self.wake if self.wake is not None else float("inf"))
+                    break
                 seq = leg.next(terms, self._free[peer])
                 if seq is None or leg.grant is None:
                     break
                 chunk = leg.chunks[seq]
                 self._flying[peer] += 1
+                if pace is not None:
+                    pace.take(chunk.nbytes, now)
                 table = leg.grant.tables[terms.parts[chunk.pair].group]
-                yield Write(peer, name, leg.epoch, seq, chunk.pair, chunk.layers, chunk.tokens, table, chunk.slot)
+                yield Write(
+                    peer, name, leg.epoch, seq, chunk.pair, chunk.layers, chunk.tokens, table, chunk.slot, leg.nic
+                )
 
     def _maybe_finish(self, name: str, t: _Outbound, leg: OutLeg) -> list[Action]:
         if t.handover is None or leg.state != "granted" or leg.finished or not leg.all_sent:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # whoever only shows these figures needs no transfer layer
     from regauge.move.inbound import InboundLinks
     from regauge.move.outbound import OutboundLinks
     from regauge.move.pages import PagePool
-    from regauge.move.transport import Transport
+    from regauge.move.rails import Rails
 
 SHOWN_DIGITS = 8
 """Of a session's name: enough to find it in a log, too few to name it to a transport."""
@@ -34,7 +34,7 @@ class LinkState(msgspec.Struct, frozen=True):
     up_s: float = 0.0
     """Seconds since both ends proved the key."""
     session: str = ""
-    """Beginning of the data connection's name."""
+    """Beginning of the name of its (first) data connection."""
     free_slots: int | None = None
     """Staging slots that no chunk occupies, 0 where none is needed; only prefill knows."""
     in_flight: int = 0
@@ -86,7 +86,7 @@ def inbound_links(links: InboundLinks) -> list[LinkState]:
     every = [*((link, "up") for link in links._links.values()), *((link, "fencing") for link in links._gone.values())]
     return [
         LinkState(
-            link.peer, state, link.path, list(link.modes), now - link.channel.since, link.session[:SHOWN_DIGITS], None,
+            link.peer, state, link.path, list(link.modes), now - link.channel.since, link.sessions[0][:SHOWN_DIGITS], None,
             len(link.checks), link.channel.resent, link.channel.resumed,
         )
         for link, state in every
@@ -99,7 +99,7 @@ def outbound_links(links: OutboundLinks) -> list[LinkState]:
     found = [
         LinkState(
             link.peer, "closing" if link.closing else "up", link.writer.crossing.plan.verdict.path,
-            list(link.writer.modes), now - link.channel.since, link.data.session[:SHOWN_DIGITS],
+            list(link.writer.modes), now - link.channel.since, link.data.sessions[0][:SHOWN_DIGITS],
             links.sender.free_slots(link.peer), len(link.writes),
         )
         for link in links._links.values()
@@ -115,6 +115,6 @@ def pool_states(pools: Iterable[PagePool]) -> list[PoolState]:
     ]
 
 
-def session_states(transport: Transport) -> list[SessionState]:
+def session_states(rails: Rails) -> list[SessionState]:
     """Describe the live incoming data connections."""
-    return [SessionState(x.peer, x.session[:SHOWN_DIGITS], x.nbytes) for x in transport.inbound()]
+    return [SessionState(x.peer, x.session[:SHOWN_DIGITS], x.nbytes) for x in rails.inbound()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 from collections.abc import Callable
@@ -58,6 +59,21 @@ class Ticket:
         """Wait until it has ended, in whichever way. False when `timeout_s` passed first."""
         with self._condition:
             return self._condition.wait_for(lambda: self.done, timeout_s)
+
+    async def landed(self, limit_s: float) -> None:
+        """Wait until it has landed, without a thread. Raises TransportError when it failed, or has not ended in time."""
+        loop, ended = asyncio.get_running_loop(), asyncio.Event()
+
+        def tell(_: Ticket) -> None:
+            loop.call_soon_threadsafe(ended.set)
+
+        self.add_done_callback(tell)
+        try:
+            async with asyncio.timeout(limit_s):
+                await ended.wait()
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"a write of {self.nbytes} bytes did not end within {limit_s:g} s") from error
+        self.check()
 
     def check(self) -> None:
         """Raise the error of a ticket that failed or was fenced."""

@@ -1,13 +1,34 @@
-"""Makes the transport that a configuration names."""
+"""Makes the transports that a configuration names."""
 
 from __future__ import annotations
 
+import msgspec
+
 from regauge.config import TransferConfig
 from regauge.errors import ConfigError
+from regauge.move.rails import Rails
 from regauge.move.shm import ShmTransport
 from regauge.move.tcp import TcpTransport
 from regauge.move.tls import from_config
 from regauge.move.transport import Transport
+
+
+def open_rails(config: TransferConfig, *, key: bytes, name: str, grants: bool = True) -> Rails:
+    """Return a transport for each NIC that the configuration names. Raises as `open_transport`."""
+    if not config.nics:
+        return Rails([open_transport(config, key=key, name=name, grants=grants)], [config.host])
+    if config.transport != "tcp":
+        raise ConfigError(f"transfer.nics is for tcp; {config.transport} takes its devices in a table of its own")
+    made: list[Transport] = []
+    try:
+        for host in config.nics:
+            own = msgspec.structs.replace(config, host=host)
+            made.append(open_transport(own, key=key, name=name, grants=grants))
+        return Rails(made, config.nics)
+    except BaseException:  # undone, whatever broke
+        for transport in made:
+            transport.close()
+        raise
 
 
 def open_transport(config: TransferConfig, *, key: bytes, name: str, grants: bool = True) -> Transport:

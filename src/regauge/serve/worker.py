@@ -31,8 +31,8 @@ from regauge.move.ledger import Ledger
 from regauge.move.outbound import OutboundLinks, Outgoing
 from regauge.move.pages import PagePool
 from regauge.move.protocol import TransferState
+from regauge.move.rails import Rails
 from regauge.move.state import LinkState, Totals, inbound_links, outbound_links, pool_states, session_states
-from regauge.move.transport import Transport
 from regauge.serve import debug, wire
 from regauge.serve.admission import Admission
 from regauge.serve.quality_gate import judge
@@ -61,14 +61,14 @@ class Handover(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Worker(abc.ABC):
     """What both roles share. Built inside the event loop."""
 
-    def __init__(self, spec_: wire.WorkerSpec, memory: Memory, model: LocalModel, transport: Transport) -> None:
+    def __init__(self, spec_: wire.WorkerSpec, memory: Memory, model: LocalModel, rails: Rails) -> None:
         self.spec = spec_
         self.engine_config = spec_.config.prefill if spec_.role == "prefill" else spec_.config.decode
         group = memory.layout.groups[0]
         self.pool = PagePool(group.pages, group.page_size)
         self.admission = Admission(self.pool)
         self.memory = memory
-        self.transport = transport
+        self.rails = rails
         c = self.engine_config
         store = PagedKV(memory, dtype=model.dtype, max_new=c.chunk_tokens + c.max_batch, max_context=c.max_context)
         self.scheduler = Scheduler(model, store, c)
@@ -147,7 +147,7 @@ class Worker(abc.ABC):
         transfers, links = self.transfers()
         state = debug.WorkerState(
             self.spec.name, self.spec.role, os.getpid(), time.monotonic(), transfers, links, pool_states([self.pool]),
-            session_states(self.transport), self.totals(), self.nics())  # fmt: skip
+            session_states(self.rails), self.totals(), self.nics())  # fmt: skip
         return debug.bounded(state, limit)
 
     async def close(self) -> None:
@@ -161,10 +161,10 @@ class Worker(abc.ABC):
 class DecodeWorker(Worker):
     """Takes KV in, and decodes."""
 
-    def __init__(self, spec_: wire.WorkerSpec, memory: Memory, model: LocalModel, transport: Transport) -> None:
-        super().__init__(spec_, memory, model, transport)
+    def __init__(self, spec_: wire.WorkerSpec, memory: Memory, model: LocalModel, rails: Rails) -> None:
+        super().__init__(spec_, memory, model, rails)
         config = spec_.config.transfer
-        self.links = InboundLinks(spec_.name, bytes.fromhex(spec_.key), memory, transport, [self.pool], config,
+        self.links = InboundLinks(spec_.name, bytes.fromhex(spec_.key), memory, rails, [self.pool], config,
                                   judge(spec_.config.quality))  # fmt: skip
         self.links.on_release = self.admission.pump
 
@@ -250,9 +250,9 @@ class DecodeWorker(Worker):
 class PrefillWorker(Worker):
     """Computes prompts, and sends their KV out."""
 
-    def __init__(self, spec_: wire.WorkerSpec, memory: Memory, model: LocalModel, transport: Transport) -> None:
-        super().__init__(spec_, memory, model, transport)
-        self.links = OutboundLinks(spec_.name, bytes.fromhex(spec_.key), memory, transport, spec_.config.transfer,
+    def __init__(self, spec_: wire.WorkerSpec, memory: Memory, model: LocalModel, rails: Rails) -> None:
+        super().__init__(spec_, memory, model, rails)
+        self.links = OutboundLinks(spec_.name, bytes.fromhex(spec_.key), memory, rails, spec_.config.transfer,
                                    judge(spec_.config.quality))  # fmt: skip
 
     def transfers(self) -> tuple[list[TransferState], list[LinkState]]:

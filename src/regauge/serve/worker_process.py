@@ -26,7 +26,7 @@ from regauge.engines.local.kv import allocate
 from regauge.engines.local.model import LocalModel
 from regauge.errors import PeerLost, ProtocolError, RegaugeError
 from regauge.layout import files
-from regauge.move.transports import open_transport
+from regauge.move.transports import open_rails
 from regauge.observe import setup_logging
 from regauge.serve import wire
 from regauge.serve.debug import shown
@@ -161,15 +161,15 @@ async def run(spec_: wire.WorkerSpec) -> None:
     model = await asyncio.to_thread(LocalModel, Path(spec_.model_folder), engine.threads)
     memory = allocate(files.decode(spec_.layout, format="json"))
     key = bytes.fromhex(spec_.key)
-    transport = await asyncio.to_thread(open_transport, config.transfer, key=key, name=spec_.name)
-    transport.register(memory.slab)
+    rails = await asyncio.to_thread(open_rails, config.transfer, key=key, name=spec_.name)
+    rails.register(memory.slab)
     worker: DecodeWorker | PrefillWorker
     warming: asyncio.Task[None] | None = None
     if spec_.role == "decode":
-        worker = DecodeWorker(spec_, memory, model, transport)
+        worker = DecodeWorker(spec_, memory, model, rails)
         await worker.links.start(config.transfer.control or config.transfer.host, spec_.control_port)
     else:
-        worker = PrefillWorker(spec_, memory, model, transport)
+        worker = PrefillWorker(spec_, memory, model, rails)
         warming = asyncio.create_task(_warm(worker))
     sock = listen("127.0.0.1", spec_.port)
     server = _Server(uvicorn.Config(Starlette(routes=routes(worker)), log_config=None, log_level="warning",
@@ -188,7 +188,7 @@ async def run(spec_: wire.WorkerSpec) -> None:
     await worker.close()
     await serving
     await worker.links.close()
-    transport.close()
+    rails.close()
     memory.slab.close()
     if worker.engine.failed.done():
         worker.engine.failed.result()

@@ -33,8 +33,8 @@ from regauge.move.memory import Slab
 from regauge.move.outbound import OutboundLinks
 from regauge.move.pages import PagePool
 from regauge.move.protocol import Write
-from regauge.move.transport import Transport
-from regauge.move.transports import open_transport
+from regauge.move.rails import Rails
+from regauge.move.transports import open_rails
 
 FOREIGN = 1
 """Seed of the pattern of pages that a transfer must not touch."""
@@ -97,10 +97,10 @@ def _pattern(words: int, seed: int, page: int, region: int) -> npt.NDArray[np.ui
 class Rank:
     """What both roles have in common."""
 
-    def __init__(self, role: Role, memory: Memory, transport: Transport) -> None:
+    def __init__(self, role: Role, memory: Memory, rails: Rails) -> None:
         self.role = role
         self.memory = memory
-        self.transport = transport
+        self.rails = rails
         self.pages = Pages(memory, role.pages)
         self.pool = PagePool(role.pages, memory.layout.groups[0].page_size)
         self.leased: dict[str, list[int]] = {}
@@ -152,10 +152,10 @@ class Rank:
 class DecodeRank(Rank):
     """Expects transfers; gives pages that it gets back to somebody else at once."""
 
-    def __init__(self, role: Role, memory: Memory, transport: Transport) -> None:
-        super().__init__(role, memory, transport)
+    def __init__(self, role: Role, memory: Memory, rails: Rails) -> None:
+        super().__init__(role, memory, rails)
         key = bytes.fromhex(role.key)
-        self.inbound = InboundLinks(role.name, key, memory, transport, [self.pool], role.transfer)
+        self.inbound = InboundLinks(role.name, key, memory, rails, [self.pool], role.transfer)
         self.inbound.on_release = self.freed
         self.pages.write(range(role.pages), FOREIGN)
         self.orders |= {
@@ -226,10 +226,10 @@ class DecodeRank(Rank):
 class PrefillRank(Rank):
     """Offers transfers, and computes them at once."""
 
-    def __init__(self, role: Role, memory: Memory, transport: Transport) -> None:
-        super().__init__(role, memory, transport)
+    def __init__(self, role: Role, memory: Memory, rails: Rails) -> None:
+        super().__init__(role, memory, rails)
         key = bytes.fromhex(role.key)
-        self.outbound = OutboundLinks(role.name, key, memory, transport, role.transfer)
+        self.outbound = OutboundLinks(role.name, key, memory, rails, role.transfer)
         self.pages.write(range(role.pages), role.seed)
         self.orders |= {"send": self.send, "cancel": self.cancel}
         self.sent: dict[str, Any] = {}
@@ -346,10 +346,10 @@ async def main() -> None:
     model = attention_model("endings", role.layers, Array(role.heads, role.dim))
     layout = from_short("bf16,page=16,page-first", model, pages=role.pages)
     key = bytes.fromhex(role.key)
-    with Slab(slab_bytes(layout), "kv") as slab, open_transport(role.transfer, key=key, name=role.name) as transport:
+    with Slab(slab_bytes(layout), "kv") as slab, open_rails(role.transfer, key=key, name=role.name) as rails:
         memory = Memory(bind(layout, slab), slab)
-        transport.register(slab)
-        rank = (DecodeRank if role.role == "decode" else PrefillRank)(role, memory, transport)
+        rails.register(slab)
+        rank = (DecodeRank if role.role == "decode" else PrefillRank)(role, memory, rails)
         await serve(rank, orders)
 
 

@@ -159,7 +159,7 @@ class World:
                     [()] * setup.slots, said_d=deque(maxlen=setup.echoes), said_p=deque(maxlen=setup.echoes))  # fmt: skip
         self.links[link.number] = link
         first.links[d] = second.links[p] = link.number
-        link.send(m.Ready("pair", [], f"data-{link.number}"), to_decode=True)
+        link.send(m.Ready("pair", [], [f"data-{link.number}"]), to_decode=True)
         assert first.sender is not None  # noqa: S101  # `pairs` has prefill ranks first
         self.run(p, first.sender.link_up(d, terms, f"{d}#{second.instance}"))
 
@@ -243,7 +243,7 @@ class World:
         nbytes = data.size(link, w)
         sender = self.processes[link.p].sender
         assert sender is not None  # noqa: S101  # only prefill ranks write
-        self.run(link.p, sender.written(w.transfer, link.d, w.epoch, w.seq, nbytes, flight.sent))
+        self.run(link.p, sender.written(w.transfer, link.d, w.epoch, w.seq, nbytes, flight.sent, self.now))
 
     def on_check(self, number: int, index: int, fault: str) -> None:
         """Decode brings a chunk into place, and compares its digest, or (`error`) fails to."""
