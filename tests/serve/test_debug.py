@@ -20,7 +20,7 @@ PATH = "/debug/transfers"
 
 def transfer(name: str, age_s: float = 1.0, *, legs: int = 1, reason: str = "") -> TransferState:
     return TransferState(name, "decode", "granted", 100, age_s, 9.0, reason,
-                         [LegState(f"p{i}", "granted", 1, 1, 4, 0, 1000, None, 0.5) for i in range(legs)])  # fmt: skip
+                         [LegState(f"p{i}", "granted", 1, 1, 4, 0, 1000, None, 0, 0.5) for i in range(legs)])  # fmt: skip
 
 
 async def look(rig: Rig, query: str = "") -> Overview:
