@@ -1,9 +1,9 @@
 """One vLLM engine, in one process, driven over its standard input: a line of JSON is a request, a line of JSON is an answer.
 
-    {"add": "r1", "ids": [3, 4, 5], "max_tokens": 8, "params": {...}}   -> {"done": "r1", "tokens": [...], "reason": "length", ...}
-    {"abort": "r1"}
-    {"stats": 1}                                                        -> {"stats": 1, "free": 99, "blocks": 100, ...}
-    {"quit": 1}
+{"add": "r1", "ids": [3, 4, 5], "max_tokens": 8, "params": {...}}   -> {"done": "r1", "tokens": [...], "reason": "length", ...}
+{"abort": "r1"}
+{"stats": 1}                                                        -> {"stats": 1, "free": 99, "blocks": 100, ...}
+{"quit": 1}
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def main() -> None:
 
 
 def _rank(core: Any) -> Any:
-    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group  # noqa: PLC0415
+    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
     return getattr(get_kv_transfer_group(), "_rank", None) if has_kv_transfer_group() else None
 

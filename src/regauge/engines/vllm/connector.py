@@ -25,7 +25,7 @@ from vllm.v1.request import RequestStatus
 
 from regauge.engines.bridge import ReceivingEnd, SendingEnd
 from regauge.engines.vllm import cache, settings
-from regauge.engines.vllm.schedule import BlockIds, Command, Schedule, Step
+from regauge.engines.vllm.schedule import PARAMS, BlockIds, Command, Schedule, Step
 from regauge.engines.vllm.worker import Rank
 from regauge.errors import ConfigError, EngineError
 from regauge.layout.engines import Flags
@@ -43,6 +43,9 @@ class Commands(KVConnectorMetadata):  # type: ignore[misc]  # vLLM has no types 
     """What the scheduler's half tells the workers in one step."""
 
     commands: list[Command] = field(default_factory=list)
+
+
+# ruff: noqa: ARG002  # vLLM calls these hooks with all they have
 
 
 class RegaugeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -116,7 +119,9 @@ class RegaugeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         del block_ids
         normal = request.status in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
         token = request.output_token_ids[0] if request.num_output_tokens else None
-        return self._plan.finished(request.request_id, normal=normal, token=token), None
+        kept = self._plan.finished(request.request_id, normal=normal, token=token)
+        refused = self._plan.refused(request.request_id)
+        return kept, {PARAMS: {"error": refused}} if refused else None
 
     def has_pending_push_work(self) -> bool:
         """Keep the engine stepping while the workers have not been told."""

@@ -23,7 +23,6 @@ from typing import Annotated, Any
 
 import msgspec
 
-from regauge.errors import ProtocolError
 from regauge.move.messages import Name
 
 PARAMS = "regauge"
@@ -97,6 +96,14 @@ class Expect:
 
 
 @dataclass(frozen=True)
+class Fail:
+    """Decode: report a request as received and failed: nothing can come for it."""
+
+    request: str
+    reason: str
+
+
+@dataclass(frozen=True)
 class Drop:
     """Give a request's transfer up. Its blocks are the engine's again when it is reported; `report` False: at once."""
 
@@ -105,7 +112,7 @@ class Drop:
     report: bool
 
 
-Command = Offer | Blocks | Computed | Finish | Expect | Drop
+Command = Offer | Blocks | Computed | Finish | Expect | Fail | Drop
 
 
 @dataclass(frozen=True)
@@ -136,28 +143,34 @@ class Schedule:
     sends: bool
     receives: bool
     _sending: dict[str, _Sending] = field(default_factory=dict)
-    _receiving: dict[str, ReceiveParams] = field(default_factory=dict)
-    """Requests whose KV has not been asked for."""
+    _receiving: dict[str, ReceiveParams | str] = field(default_factory=dict)
+    """Requests whose KV has not been asked for; or why it cannot be."""
+    _refused: dict[str, str] = field(default_factory=dict)
+    """Prefill requests whose parameters are wrong: their answer says so."""
     _loading: set[str] = field(default_factory=set)
     _commands: list[Command] = field(default_factory=list)
 
     def arrived(self, request: str, params: Mapping[str, Any] | None, prompt: int) -> None:
-        """A request is there. Raises ProtocolError for parameters that are wrong, or are for the other role."""
+        """A request is there. Parameters that are wrong, or for the other role, are this request's error and nobody else's."""
         given = (params or {}).get(PARAMS)
         if given is None:
             return
+        prefill = isinstance(given, Mapping) and "to" in given
         try:
-            if isinstance(given, Mapping) and "to" in given:
+            if prefill and self.sends:
                 self._sending[request] = _Sending(msgspec.convert(given, SendParams), prompt)
-            else:
+                return
+            if not prefill and self.receives:
                 self._receiving[request] = msgspec.convert(given, ReceiveParams)
+                return
+            why = f"asks this engine to {'prefill' if prefill else 'decode'}, which its kv_role does not"
         except msgspec.ValidationError as error:
-            raise ProtocolError(f"kv_transfer_params.{PARAMS}: {error}") from error
-        if (request in self._sending and not self.sends) or (request in self._receiving and not self.receives):
-            self._sending.pop(request, None)
-            self._receiving.pop(request, None)
-            role = "prefill" if "to" in given else "decode"
-            raise ProtocolError(f"kv_transfer_params.{PARAMS} asks this engine to {role}, and its kv_role does not")
+            why = str(error)
+        text = f"kv_transfer_params.{PARAMS}: {why}"
+        if prefill:
+            self._refused[request] = text
+        else:
+            self._receiving[request] = text
 
     def external(self, request: str, prompt: int, computed: int) -> int:
         """Return how many prompt tokens beyond `computed` come from outside; 0: none, or not any more."""
@@ -170,7 +183,11 @@ class Schedule:
         params = self._receiving.pop(request, None)
         if params is None:
             return
-        if external:
+        if isinstance(params, str):
+            if external:
+                self._loading.add(request)
+                self._commands.append(Fail(request, params))
+        elif external:
             self._loading.add(request)
             self._commands.append(Expect(request, params, prompt, prompt - external, blocks))
         else:
@@ -214,6 +231,10 @@ class Schedule:
         else:
             self._commands.append(Drop(request, "the request was aborted", report=True))
         return True
+
+    def refused(self, request: str) -> str:
+        """Return why a prefill request that has ended was not sent, and forget it; empty: it was, or was not asked to."""
+        return self._refused.pop(request, "")
 
     def loaded(self, requests: Iterable[str]) -> None:
         """The workers have reported these as received, loaded or failed."""

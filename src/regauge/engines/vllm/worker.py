@@ -13,7 +13,7 @@ import structlog
 
 from regauge.engines.bridge import Ended, ReceivingEnd, SendingEnd
 from regauge.engines.handover import Handover, encode
-from regauge.engines.vllm.schedule import BlockIds, Blocks, Command, Computed, Drop, Expect, Finish, Offer
+from regauge.engines.vllm.schedule import BlockIds, Blocks, Command, Computed, Drop, Expect, Fail, Finish, Offer
 from regauge.errors import PlanError, RegaugeError
 from regauge.layout.spec import Layout
 from regauge.plan.ranks import leg
@@ -92,6 +92,8 @@ class Rank:
                     self._finish(request, token)
                 case Expect():
                     self._expect(command)
+                case Fail(request, reason):
+                    self._failed.append((request, reason))
                 case Drop(request, reason, report):
                     self._drop(request, reason, report=report)
 
@@ -109,35 +111,42 @@ class Rank:
 
     def results(self) -> Results:
         """Say what has ended since the last call."""
-        sent, received, failed = set(), set(), set()
-        for ended in self.out.ended() if self.out is not None else ():
-            for request, sending in self._sending.items():
-                if sending.transfer == ended.transfer:
-                    sending.done = ended
-                    if ended.error:
-                        log.warning("kv not sent", request=request, transfer=ended.transfer, error=ended.error)
-        for request in [r for r, s in self._sending.items() if s.done is not None and s.report]:
-            del self._sending[request]
-            sent.add(request)
-        for ended in self.into.ended() if self.into is not None else ():
-            for request, (transfer, report) in list(self._receiving.items()):
-                if transfer != ended.transfer:
-                    continue
-                del self._receiving[request]
-                self.bytes_in += ended.wire_bytes
-                self.last = ended
-                if ended.error:
-                    log.warning("kv not received", request=request, transfer=transfer, error=ended.error)
-                if report:
-                    received.add(request)
-                    if ended.error:
-                        failed.add(request)
+        sent = self._sent()
+        received = self._received()
+        failed = set()
         for request, error in self._failed:
             log.warning("kv not received", request=request, error=error)
-            received.add(request)
             failed.add(request)
         self._failed = []
-        return Results(sent, received, failed)
+        return Results(sent, received | failed, failed)
+
+    def _sent(self) -> set[str]:
+        by_transfer = {sending.transfer: sending for sending in self._sending.values()}
+        for ended in self.out.ended() if self.out is not None else ():
+            if ended.error:
+                log.warning("kv not sent", transfer=ended.transfer, error=ended.error)
+            if (sending := by_transfer.get(ended.transfer)) is not None:
+                sending.done = ended
+        over = {request for request, sending in self._sending.items() if sending.done is not None and sending.report}
+        for request in over:
+            del self._sending[request]
+        return over
+
+    def _received(self) -> set[str]:
+        by_transfer = {transfer: request for request, (transfer, _) in self._receiving.items()}
+        received = set()
+        for ended in self.into.ended() if self.into is not None else ():
+            request = by_transfer.get(ended.transfer)
+            if request is None:
+                continue
+            _, report = self._receiving.pop(request)
+            self.bytes_in += ended.wire_bytes
+            self.last = ended
+            if report and ended.error:
+                self._failed.append((request, ended.error))
+            elif report:
+                received.add(request)
+        return received
 
     def close(self) -> None:
         """End the links."""
