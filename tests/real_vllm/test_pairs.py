@@ -137,7 +137,7 @@ CONVERTED = [
 ]
 
 
-@pytest.mark.parametrize(("source", "target", "least"), CONVERTED, ids=lambda x: str(x))
+@pytest.mark.parametrize(("source", "target", "least"), CONVERTED, ids=str)
 def test_another_dtype_is_converted(source: str, target: str, least: float, llama: Path, tmp_path: Path) -> None:
     with pair(llama, tmp_path, {"dtype": source, "block_size": 32}, {"dtype": target, "block_size": 64}) as both:
         agree = total = 0
