@@ -143,7 +143,7 @@ class OutboundLinks:
         )
         self._name = name
         self._key = key
-        self.memory = memory
+        self._memory = memory
         self._rails = rails
         self._config = config
         self._tls = tls.from_config(config.tls)
@@ -289,7 +289,7 @@ class OutboundLinks:
                     self._name,
                     self._rails.session,
                     "prefill",
-                    encode_layout(self.memory.layout),
+                    encode_layout(self._memory.layout),
                     self._rails.export(),
                 )
             )
@@ -297,7 +297,7 @@ class OutboundLinks:
             if hello.worker != peer or hello.role != "decode":
                 raise ProtocolError(f"{address} is {hello.role} worker {hello.worker!r}, not decode worker {peer!r}")
             layout = decode_layout(hello.layout)
-            verdict = self._judge(self.memory.layout, layout)
+            verdict = self._judge(self._memory.layout, layout)
             if verdict.path == "REFUSED":
                 raise Refused(tuple(str(r) for r in verdict.refusals))
             plan = await asyncio.to_thread(self._plan, peer, layout)
@@ -311,7 +311,7 @@ class OutboundLinks:
         return await asyncio.to_thread(resolve, self._config.control or self._config.host)
 
     def _plan(self, peer: str, layout: Layout) -> Plan:
-        plan = leg(self.memory.layout, layout)
+        plan = leg(self._memory.layout, layout)
         if not plan.lanes:
             raise Refused((f"nothing of what {peer} keeps is sent from {self._name}: leave it out of the transfer",))
         return plan
@@ -325,12 +325,12 @@ class OutboundLinks:
                 regions = self._rails.register(slot)
             setting = Setting(
                 self._rails.medium, mode=self._config.mode, reachable=exports(plan.decode, data.peers[0]),
-                registered=self.memory.reachable,
+                registered=self._memory.reachable,
             )  # fmt: skip
             terms = Terms(self._rails.caps.maps_memory, setting, self._constants)
             keys = TransferKeys(self._key, data.sessions[0])
             crossing = Crossing(plan, keys, threads=self._config.kernel_threads)
-            writer = Writer(crossing, self.memory, data.peers, staging, terms=terms, slot=slot)
+            writer = Writer(crossing, self._memory, data.peers, staging, terms=terms, slot=slot)
             log.info("link opened", peer=peer, modes=writer.modes, why=writer.why)
         except BaseException:
             data.close()
