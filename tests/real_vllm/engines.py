@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +32,14 @@ ANSWER_S = 120.0
 class Engine:
     """One engine process. Answers come in any order; `wait` takes the one that is asked for."""
 
-    def __init__(self, config: dict[str, Any], log: Path) -> None:
+    def __init__(self, config: dict[str, Any], log: Path, environment: Mapping[str, str] | None = None) -> None:
         self.log = log
         self._names = itertools.count()
         with log.open("wb") as errors:
             self.process = subprocess.Popen(
                 [sys.executable, str(HERE / "engine_process.py"), json.dumps(config)],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, env={**os.environ, **ENVIRONMENT}, text=True,
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, env={**os.environ, **ENVIRONMENT, **(environment or {})},
+                text=True,
             )  # fmt: skip
         self._answers: list[dict[str, Any]] = []
         self._new: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
