@@ -20,7 +20,7 @@ from regauge.move.sender import Sender
 from regauge.testing import snapshot
 from regauge.testing.choices import events
 from regauge.testing.explore import Caught, Search, begin, instances
-from regauge.testing.process import Violation
+from regauge.testing.violation import Violation
 
 INSTANCES = {instance.name: instance for instance in instances()}
 STATES = {"reuse": 5_000, "resume": 2_500, "slots": 1_500, "death": 1_500, "repeats": 800}

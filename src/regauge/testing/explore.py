@@ -13,8 +13,9 @@ from dataclasses import dataclass, field, replace
 
 from regauge.testing import snapshot
 from regauge.testing.choices import events
-from regauge.testing.process import Job, Violation
+from regauge.testing.process import Job
 from regauge.testing.shape import Group, Placed, Setup
+from regauge.testing.violation import Violation
 from regauge.testing.world import Event, World
 
 Budget = tuple[tuple[str, int], ...]

@@ -10,8 +10,9 @@ from typing import Literal
 
 from regauge.config import FlowConfig
 from regauge.testing.choices import events
-from regauge.testing.process import Job, Violation
+from regauge.testing.process import Job
 from regauge.testing.shape import MAX_TOKENS, Group, Placed, Setup
+from regauge.testing.violation import Violation
 from regauge.testing.world import Event, World
 
 GROUPS = (Group("full", (0, 1)), Group("window", (2, 3), 6), Group("recurrent", (4,)))
