@@ -44,3 +44,4 @@ async def test_many_transfers_leave_nothing_behind(kind: str) -> None:
     assert left.delivered >= 0.6 * 150
     assert all(left.counts.values()), "every kind of end was tried"
     assert left.more() == []
+    assert left.before["decode"]["segments"] >= 2, "its pool and a staging slab: what leaks would be counted"
