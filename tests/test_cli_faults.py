@@ -16,7 +16,7 @@ def test_bench_faults_says_what_happened(capsys: pytest.CaptureFixture[str]) -> 
     assert result["steps"] >= 3000
     assert result["violations"] == 0
     assert result["what happened"]["delivered on decode"] > 0
-    assert sum(result["faults"].values()) > 0
+    assert sum(result["faults of each kind"].values()) == result["faults"] > 0
 
 
 def test_bench_faults_ends_with_1_and_the_seed_on_a_violation(

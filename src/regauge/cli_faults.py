@@ -67,7 +67,8 @@ def _random(steps: int, seed: int) -> dict[str, Any]:
         "steps per second": round(outcome.steps / taken),
         "worlds": outcome.worlds,
         "what happened": dict(sorted(outcome.stats.items())),
-        "faults": {kind: count for kind, count in sorted(outcome.faults.items()) if count},
+        "faults": outcome.faults.total(),
+        "faults of each kind": dict(sorted(outcome.faults.items())),
         "violations": 0,
     }
 

@@ -32,7 +32,6 @@ class Instance:
     budget: Budget
     late: float = 13.0
     """Seconds that pass at once: more than a lease and a new link may take."""
-    world: Callable[[Setup], World] = World
 
 
 @dataclass
@@ -174,7 +173,7 @@ def _announced(world: World, event: Event) -> bool:
 
 def begin(instance: Instance) -> World:
     """Return an instance's first state: its requests have come in, and nothing has happened."""
-    world = instance.world(instance.setup)
+    world = World(instance.setup)
     for number, (tokens, step) in enumerate(instance.jobs):
         chunks = tuple((at, min(tokens, at + step)) for at in range(0, tokens, step))
         ranks = ([p.name for p in instance.setup.prefill], [d.name for d in instance.setup.decode])
