@@ -236,8 +236,7 @@ async def churn(pair: Pair, transfers: int, seed: int, *, at_once: int = 8, page
     draw, counts, delivered = random.Random(seed), dict.fromkeys(CHURN, 0), 0  # noqa: S311  # a choice, not a secret
     await _together(pair, ["delivered"] * at_once, pages)
     await _together(pair, ["prefill loses its link"], pages)
-    await pair.quiet()
-    before = {side: await child.ask("state") for side, child in pair.children.items()}
+    before = await _linked(pair, pages)
     left = transfers
     while left:
         kinds = draw.choices(list(CHURN), list(CHURN.values()), k=min(at_once, left))
@@ -245,11 +244,17 @@ async def churn(pair: Pair, transfers: int, seed: int, *, at_once: int = 8, page
         delivered += await _together(pair, kinds, pages)
         for kind in kinds:
             counts[kind] += 1
-    await pair.quiet()
+    after = await _linked(pair, pages)
     if wrong := await pair.children["decode"].ask("foreign"):
         raise Violation(f"pages {wrong} were somebody else's, and have been written")
-    after = {side: await child.ask("state") for side, child in pair.children.items()}
     return Left(before, after, counts, delivered)
+
+
+async def _linked(pair: Pair, pages: int) -> dict[Side, dict[str, int]]:
+    """Return what both use when nothing is under way and they are linked: a link has threads and memory of its own."""
+    await _together(pair, ["delivered"], pages)
+    await pair.quiet()
+    return {side: await child.ask("state") for side, child in pair.children.items()}
 
 
 async def _together(pair: Pair, kinds: list[str], pages: int) -> int:
