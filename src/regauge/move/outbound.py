@@ -22,7 +22,7 @@ from regauge.move import messages as m
 from regauge.move import tls
 from regauge.move.channel import Channel, decode_layout, encode_layout
 from regauge.move.costs import read
-from regauge.move.crossing import DEPTH, Crossing, Memory, PageTable, Terms, Writer
+from regauge.move.crossing import DEPTH, Borrowed, Crossing, PageTable, Terms, Writer, exports
 from regauge.move.flow_sender import Pace
 from regauge.move.memory import Slab
 from regauge.move.plane import Plane, resolve
@@ -131,7 +131,7 @@ class OutboundLinks:
     """All links of a prefill rank."""
 
     def __init__(
-        self, name: str, key: bytes, memory: Memory, rails: Rails, config: TransferConfig,
+        self, name: str, key: bytes, memory: Borrowed, rails: Rails, config: TransferConfig,
         judge: Judge = check,
     ) -> None:  # fmt: skip
         flow = config.flow
@@ -323,7 +323,10 @@ class OutboundLinks:
         try:
             if slot is not None:
                 regions = self._rails.register(slot)
-            setting = Setting(self._rails.medium, mode=self._config.mode)
+            setting = Setting(
+                self._rails.medium, mode=self._config.mode, reachable=exports(plan.decode, data.peers[0]),
+                registered=self._memory.reachable,
+            )  # fmt: skip
             terms = Terms(self._rails.caps.maps_memory, setting, self._constants)
             keys = TransferKeys(self._key, data.sessions[0])
             crossing = Crossing(plan, keys, threads=self._config.kernel_threads)
