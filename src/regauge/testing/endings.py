@@ -51,9 +51,14 @@ class Shape:
 
     @property
     def bound_s(self) -> float:
-        """Seconds after which a transfer must have ended on a side that runs, whatever the other does."""
+        """Seconds after its grant in which a transfer must have ended on a side that runs, whatever the other does."""
         t = self.transfer
         return t.deadline_s + t.lease_s + t.resume_s + 2.0
+
+    @property
+    def begun_s(self) -> float:
+        """Seconds after it was begun in which a transfer must have been granted, and then have ended."""
+        return self.transfer.offer_s + self.bound_s
 
 
 @dataclass
@@ -154,11 +159,11 @@ async def endure(
     strike = (1 + int(reach * min(6, pair.shape.layers - 2)), after_s, number, alone) if victim == "prefill" else None
     source = await pair.begin(name, reach=reach if strike is None else 2.0, pace_s=pace_s, strike=strike)
     if strike is None:
-        await _within(decode.event("reached", name), bound, f"{name} never got under way")
+        await _within(decode.event("reached", name), pair.shape.begun_s, f"{name} never got under way")
         under_way = not decode.event("ended", name).done()
         child.signal(number, alone=alone)
     else:
-        under_way = await child.struck(decode.event("reached", name), bound)
+        under_way = await child.struck(decode.event("reached", name), pair.shape.begun_s)
         if not under_way:
             child.signal(number, alone=alone)
     ends: list[_End] = [await _harmed(pair, name, survivor, harm)]
