@@ -23,15 +23,17 @@ test-transports: $(VENV)/.transports  ## Mooncake and NIXL over tcp: two wheels 
 test-vllm: $(VLLM)/.ready  ## real vLLM on the CPU, in an environment of its own: 5 GiB, the first time some 10 minutes
 	$(VLLM)/bin/python -m pytest tests/real_vllm $(ARGS)
 
-bench: $(READY)  ## every measured claim; for the whole table of docs/numerics.md: regauge bench accuracy --matrix (30 minutes)
+bench: $(READY)  ## every measured claim, in some hours; for the whole table of docs/numerics.md: regauge bench accuracy --matrix (30 minutes)
 	$(BIN)/python bench/kernels.py --torch
 	$(BIN)/python bench/digest.py
 	$(BIN)/python bench/plan.py
 	$(BIN)/python bench/transports.py
 	$(BIN)/python bench/transfer.py
 	$(BIN)/python bench/transfer.py --overlap --model smollm2-135m --tokens 1500
-	$(BIN)/python bench/incast.py
+	$(BIN)/python bench/incast.py --seeds 1
 	$(BIN)/python bench/flow_cost.py
+	$(BIN)/regauge bench faults
+	$(BIN)/python bench/endings.py
 	$(BIN)/python bench/serve.py
 	$(BIN)/regauge bench accuracy
 	$(BIN)/regauge bench conformance

@@ -38,7 +38,7 @@ import msgspec
 import numpy as np
 import structlog
 
-from harness import print_table, write_json
+from harness import cpu_of, print_table, write_json
 from regauge.config import TransferConfig
 from regauge.layout.presets import attention_model, from_short
 from regauge.layout.spec import Array, Layout, Rope
@@ -157,11 +157,6 @@ def config(options: argparse.Namespace) -> TransferConfig:
 
 
 # ---- prefill ----
-
-
-def cpu_of(pid: int) -> float:
-    """CPU seconds of a process and its threads so far (clock_getcpuclockid(3): the id is made from the pid)."""
-    return time.clock_gettime((~pid << 3) | 2)
 
 
 @dataclass
