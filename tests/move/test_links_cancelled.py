@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from links_rig import both, fill, mark_all, settle
 
-from regauge.errors import TransportError
+from regauge.errors import ProtocolError, TransportError
 from regauge.move.rails import Rails
 
 
@@ -99,7 +99,7 @@ async def test_slots_that_this_side_would_not_offer_are_refused_and_the_connecti
         before = counts()
         settings = b.out._config
         b.out._config = type(settings)(transport="tcp", staging_bytes=1 << 16)
-        with pytest.raises(Exception, match="more than transfer.staging_bytes"):
+        with pytest.raises(ProtocolError, match=r"more than transfer\.staging_bytes"):
             await b.out.connect("d", b.address)
         b.out._config = settings
         await settle(lambda: not b.into._greeting and not b.into._links and not b.into._gone)
