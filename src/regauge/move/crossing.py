@@ -46,17 +46,34 @@ from regauge.plan.tiles import Int64, Tiles
 from regauge.plan.wire import REGION, WireFormat
 
 
-@dataclass(frozen=True, slots=True)
-class Memory:
-    """One worker's KV memory: the layout (with bound regions) and the slab that holds all of them."""
+@dataclass(frozen=True)
+class Borrowed:
+    """KV memory that an engine has allocated: the layout, with bound regions. No transport reaches it: what
+    comes is written to slots first."""
 
     layout: Layout
-    slab: Slab
+
+    @property
+    def reachable(self) -> bool:
+        """Whether a peer may write the pages themselves."""
+        return False
 
     @property
     def bases(self) -> dict[str, int]:
         """Address of each region in this process."""
         return {r.name: r.base for r in self.layout.regions}
+
+
+@dataclass(frozen=True)
+class Memory(Borrowed):
+    """KV memory in a slab that holds all regions of the layout, registered with the transports."""
+
+    slab: Slab
+
+    @property
+    def reachable(self) -> bool:
+        """It is."""
+        return True
 
 
 SAMPLE_TOKENS = 4096
@@ -160,7 +177,7 @@ class Writer:
     """The prefill side of one link: writes chunks into one decode worker's memory. Thread-safe."""
 
     def __init__(
-        self, crossing: Crossing, own: Memory, peers: Sequence[Peer], staging: Staging | None, *, terms: Terms, slot: Slab | None
+        self, crossing: Crossing, own: Borrowed, peers: Sequence[Peer], staging: Staging | None, *, terms: Terms, slot: Slab | None
     ) -> None:  # fmt: skip
         """Raises Refused for a peer's regions that do not hold its pages, ConfigError where staging is needed and there is none.
 
@@ -271,7 +288,7 @@ class Writer:
 class Checker:
     """The decode side of one link: empties staging slots into pages, and compares what is there with what was sent. Thread-safe."""
 
-    def __init__(self, crossing: Crossing, own: Memory, staging: Staging) -> None:
+    def __init__(self, crossing: Crossing, own: Borrowed, staging: Staging) -> None:
         self.crossing = crossing
         self._own = own.bases
         self._foreign = {r.name: r.base for r in crossing.plan.prefill.regions}
@@ -351,6 +368,12 @@ def _check_regions(layout: Layout) -> None:
             raise Refused(
                 (f"region {name!r} of the decode layout has {have.get(name, 0)} bytes, its pages take {need}",)
             )
+
+
+def exports(layout: Layout, peer: Peer) -> bool:
+    """Whether a peer's exported regions hold all of its layout's."""
+    spans = [(r.address, r.address + r.nbytes) for r in peer.regions]
+    return all(any(a <= r.base and r.base + r.nbytes <= b for a, b in spans) for r in layout.regions)
 
 
 def _mapped_bases(layout: Layout, peer: Peer) -> tuple[dict[str, int], tuple[str, ...]]:

@@ -29,12 +29,12 @@ from regauge.errors import (
 from regauge.move import messages as m
 from regauge.move import prepared, tls
 from regauge.move.channel import HELLO_S, Channel, Door, decode_layout, encode_layout
-from regauge.move.crossing import Checker, Crossing, Memory, PageTable
+from regauge.move.crossing import Borrowed, Checker, Crossing, PageTable
 from regauge.move.flow import ReceiverFlow
 from regauge.move.flow_types import LinkState, NicLimits
 from regauge.move.lending import Lending
 from regauge.move.memory import Slab
-from regauge.move.pages import PagePool
+from regauge.move.pages import Pages
 from regauge.move.plane import resolve
 from regauge.move.protocol import Action, Check, Delivered, Failed, FenceLink, Released, Send, TransferState
 from regauge.move.rails import Rails
@@ -99,7 +99,7 @@ class InboundLinks:
     """All links of a decode rank. `pools`: the pages of each of its state groups, leased under a transfer's name."""
 
     def __init__(
-        self, name: str, key: bytes, memory: Memory, rails: Rails, pools: Sequence[PagePool],
+        self, name: str, key: bytes, memory: Borrowed, rails: Rails, pools: Sequence[Pages],
         config: TransferConfig, judge: Judge = check,
     ) -> None:  # fmt: skip
         nics = [NicLimits(name, config.flow.nic_bytes_per_s, config.flow.rtt_s) for name in rails.names]
@@ -322,7 +322,7 @@ class InboundLinks:
             channel.send(m.Refuse([str(error)[:4_000]]))
             raise
         # A peer that maps the pages writes them directly, unless told otherwise: its slots stay empty.
-        direct = self._rails.caps.maps_memory and self._config.mode in ("auto", "fused")
+        direct = self._memory.reachable and self._rails.caps.maps_memory and self._config.mode in ("auto", "fused")
         size = 4096 if direct else self._config.staging_bytes
         staging = await asyncio.to_thread(Slab, size, f"staging:{hello.worker}")
         try:

@@ -22,7 +22,7 @@ from regauge.move import messages as m
 from regauge.move import tls
 from regauge.move.channel import Channel, decode_layout, encode_layout
 from regauge.move.costs import read
-from regauge.move.crossing import DEPTH, Crossing, Memory, PageTable, Terms, Writer
+from regauge.move.crossing import DEPTH, Borrowed, Crossing, PageTable, Terms, Writer, exports
 from regauge.move.flow_sender import Pace
 from regauge.move.memory import Slab
 from regauge.move.outgoing import Outgoing
@@ -82,7 +82,7 @@ class OutboundLinks:
     """All links of a prefill rank."""
 
     def __init__(
-        self, name: str, key: bytes, memory: Memory, rails: Rails, config: TransferConfig,
+        self, name: str, key: bytes, memory: Borrowed, rails: Rails, config: TransferConfig,
         judge: Judge = check,
     ) -> None:  # fmt: skip
         flow = config.flow
@@ -94,7 +94,7 @@ class OutboundLinks:
         )
         self._name = name
         self._key = key
-        self._memory = memory
+        self.memory = memory
         self._rails = rails
         self._config = config
         self._tls = tls.from_config(config.tls)
@@ -247,7 +247,7 @@ class OutboundLinks:
                     self._name,
                     self._rails.session,
                     "prefill",
-                    encode_layout(self._memory.layout),
+                    encode_layout(self.memory.layout),
                     self._rails.export(),
                 )
             )
@@ -255,7 +255,7 @@ class OutboundLinks:
             if hello.worker != peer or hello.role != "decode":
                 raise ProtocolError(f"{address} is {hello.role} worker {hello.worker!r}, not decode worker {peer!r}")
             layout = decode_layout(hello.layout)
-            verdict = self._judge(self._memory.layout, layout)
+            verdict = self._judge(self.memory.layout, layout)
             if verdict.path == "REFUSED":
                 raise Refused(tuple(str(r) for r in verdict.refusals))
             plan = await asyncio.to_thread(self._plan, peer, layout)
@@ -270,7 +270,7 @@ class OutboundLinks:
         return await asyncio.to_thread(resolve, self._config.control or self._config.host)
 
     def _plan(self, peer: str, layout: Layout) -> Plan:
-        plan = leg(self._memory.layout, layout)
+        plan = leg(self.memory.layout, layout)
         if not plan.lanes:
             raise Refused((f"nothing of what {peer} keeps is sent from {self._name}: leave it out of the transfer",))
         return plan
@@ -283,11 +283,14 @@ class OutboundLinks:
             if staging is not None:
                 slot = self._slot(peer, staging)
                 regions = self._rails.register(slot)
-            setting = Setting(self._rails.medium, mode=self._config.mode)
+            setting = Setting(
+                self._rails.medium, mode=self._config.mode, reachable=exports(plan.decode, data.peers[0]),
+                registered=self.memory.reachable,
+            )  # fmt: skip
             terms = Terms(self._rails.caps.maps_memory, setting, self._constants)
             keys = TransferKeys(self._key, data.sessions[0])
             crossing = Crossing(plan, keys, threads=self._config.kernel_threads)
-            writer = Writer(crossing, self._memory, data.peers, staging, terms=terms, slot=slot)
+            writer = Writer(crossing, self.memory, data.peers, staging, terms=terms, slot=slot)
             log.info("link opened", peer=peer, modes=writer.modes, why=writer.why)
         except BaseException:  # undone whatever broke
             data.close()

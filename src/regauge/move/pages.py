@@ -9,11 +9,28 @@ still land; it is freed only when the writer has been fenced. A committed page i
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Sequence
+from typing import Literal, Protocol
 
 from regauge.errors import PoolExhausted, ProtocolError
 
 State = Literal["leased", "committed", "quarantined"]
+
+
+class Pages(Protocol):
+    """What the transfer layer asks of whoever keeps pages: see `PagePool` and `LentPages`."""
+
+    def owned(self, owner: str) -> list[int]:
+        """Return an owner's pages, in order."""
+
+    def commit(self, owner: str) -> None:
+        """The pages are complete and verified."""
+
+    def quarantine(self, owner: str) -> None:
+        """The transfer failed, and a write may still land."""
+
+    def release(self, owner: str) -> None:
+        """Nothing is in flight to the owner's pages."""
 
 
 class PagePool:
@@ -88,3 +105,44 @@ class PagePool:
         if entry is None or entry[0] != old:
             raise ProtocolError(f"pages of {owner!r} are {entry[0] if entry else 'free'}, not {old}")
         self._owned[owner] = (new, entry[1])
+
+
+class LentPages:
+    """Pages that an engine allocates by itself and lends to transfers, for one of its groups. Not thread-safe: one event loop owns it.
+
+    The engine must not use lent pages otherwise until they are committed or returned.
+    """
+
+    def __init__(self) -> None:
+        self._lent: dict[str, tuple[State, list[int]]] = {}
+
+    def lend(self, owner: str, pages: Sequence[int]) -> None:
+        """Lend pages to a transfer. Raises ProtocolError for an owner that has pages."""
+        if owner in self._lent:
+            raise ProtocolError(f"{owner!r} owns pages already")
+        self._lent[owner] = ("leased", list(pages))
+
+    def __contains__(self, owner: str) -> bool:
+        return owner in self._lent
+
+    def owned(self, owner: str) -> list[int]:
+        """Return an owner's pages, in order. Raises ProtocolError if it owns none."""
+        if owner not in self._lent:
+            raise ProtocolError(f"{owner!r} owns no pages")
+        return list(self._lent[owner][1])
+
+    def commit(self, owner: str) -> None:
+        """The pages are complete and verified, and the engine's again."""
+        del self._lent[owner]
+
+    def quarantine(self, owner: str) -> None:
+        """The transfer failed, and a write may still land."""
+        self._lent[owner] = ("quarantined", self._lent[owner][1])
+
+    def release(self, owner: str) -> None:
+        """Nothing is in flight to them: they are the engine's again."""
+        del self._lent[owner]
+
+    def count(self, state: State) -> int:
+        """Number of pages in a state."""
+        return sum(len(pages) for s, pages in self._lent.values() if s == state)

@@ -106,6 +106,7 @@ DEFAULTS = Constants(
         "rdma": TransportConstants(post_s=20e-6, piece_s=3e-6, share=0.82),
     },
 )
+_UNREACHABLE = "decode's pages are in memory of its engine's own"
 MARGIN = 1.1
 """How many times as fast staging must be: it takes memory and kernels on both sides, which others could use."""
 
@@ -122,6 +123,10 @@ class Setting:
     slot_bytes: int = 4 << 20
     """Bytes of one staging slot."""
     mode: Mode | Literal["auto"] = "auto"
+    reachable: bool = True
+    """Whether decode's pages lie in memory that its transport exports; else they are written by way of slots."""
+    registered: bool = True
+    """Whether prefill's pages lie in memory that its transport may read; kernels always can."""
     """The way to take whatever it costs."""
 
 
@@ -285,6 +290,8 @@ class _Estimate:
         """One kernel pass into memory that both sides map."""
         seconds, nbytes = self._kernel(self.boxes)
         refused = "" if self.transport.maps_memory else f"{self.setting.transport} does not map the peer's memory"
+        if not self.setting.reachable:
+            refused = _UNREACHABLE
         at: Where = "prefill" if self.converts else ""
         return Way("fused", refused, seconds, {"kernel": seconds}, self.chunks, _NONE, self.wire_bytes, nbytes, 0, at)
 
@@ -292,6 +299,9 @@ class _Estimate:
         """The transport writes pieces where they belong."""
         if self.converts:
             return Way("mapped", "elements change on the way", 0.0, {}, 0, _NONE, 0, 0, 0)
+        if not (self.setting.reachable and self.setting.registered):
+            why = "prefill's pages are in memory of its engine's own" if self.setting.reachable else _UNREACHABLE
+            return Way("mapped", why, 0.0, {}, 0, _NONE, 0, 0, 0)
         found = spans(self.plan, self.pair, self.boxes, self.tokens)
         parts = {
             "plan": found.count * self.constants.expand_s,

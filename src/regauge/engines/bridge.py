@@ -1,0 +1,270 @@
+"""The transfer layer for engines that have a loop of their own: what they call never waits, and they ask now and then what has ended.
+
+The links live in an event loop in a thread. An engine says which pages a transfer has, in whatever step it learns it; on the prefill
+side tables grow as the engine allocates. A transfer is `Ended` once, when its pages are the engine's again: nothing reads or writes them any more.
+"""
+
+from __future__ import annotations
+
+import abc
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import structlog
+
+from regauge.config import TransferConfig
+from regauge.errors import DeadlineExceeded, RegaugeError
+from regauge.move.crossing import Borrowed, PageTable
+from regauge.move.inbound import Arrival, InboundLinks
+from regauge.move.outbound import Address, OutboundLinks, Outgoing
+from regauge.move.pages import LentPages
+from regauge.move.protocol import Range
+from regauge.move.rails import Rails
+from regauge.move.transports import open_rails
+from regauge.plan import Judge, check
+
+log = structlog.get_logger()
+START_S = 30.0
+CLOSE_S = 20.0
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A transfer whose pages are the engine's again."""
+
+    transfer: str
+    error: str = ""
+    """Why it failed; empty if it is complete: what decode's pages then hold is verified."""
+    handover: bytes = b""
+    """On decode: what prefill sent beside the KV."""
+    path: str = ""
+    wire_bytes: int = 0
+    seconds: float = 0.0
+
+
+class Bridge(abc.ABC):
+    """An event loop in a thread, with one rank's transports. Close it."""
+
+    def __init__(self, name: str, key: bytes, config: TransferConfig) -> None:
+        """Raises ConfigError as `open_rails`."""
+        self.name = name
+        self._rails: Rails = open_rails(config, key=key, name=name)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name=f"regauge-{name}", daemon=True)
+        self._lock = threading.Lock()
+        self._ended: list[Ended] = []
+        self._thread.start()
+
+    def ended(self) -> list[Ended]:
+        """Take what has ended since the last call."""
+        with self._lock:
+            out, self._ended = self._ended, []
+        return out
+
+    def close(self) -> None:
+        """End the links, then the loop; transfers under way fail. Raises nothing: the process may be ending."""
+        if not self._loop.is_running():
+            return
+        try:
+            self._wait(self._close(), CLOSE_S)
+        except (RegaugeError, OSError) as error:
+            log.warning("the links did not end cleanly", error=str(error))
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(CLOSE_S)
+        if not self._thread.is_alive():
+            self._loop.close()
+        self._rails.close()
+
+    @abc.abstractmethod
+    async def _close(self) -> None:
+        """End the links."""
+
+    def _end(self, ended: Ended) -> None:
+        with self._lock:
+            self._ended.append(ended)
+
+    def _post(self, call: Callable[..., object], *arguments: object) -> None:
+        self._loop.call_soon_threadsafe(call, *arguments)
+
+    def _wait(self, work: Coroutine[Any, Any, Any], limit_s: float) -> Any:
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result(limit_s)
+        except TimeoutError as error:
+            future.cancel()
+            raise DeadlineExceeded(f"{self.name}: the links did not answer within {limit_s:g} s") from error
+
+
+class ReceivingEnd(Bridge):
+    """The decode side of an engine's rank. Every method is for any thread."""
+
+    def __init__(
+        self, name: str, key: bytes, memory: Borrowed, config: TransferConfig, *, port: int = 0, judge: Judge = check
+    ) -> None:  # fmt: skip
+        """Listen on the control plane at `port`. Raises ConfigError, and OSError where the port is taken."""
+        super().__init__(name, key, config)
+        self._lent = tuple(LentPages() for _ in memory.layout.groups)
+        self._quiet: dict[str, Ended] = {}
+        """Failed transfers whose pages something may still touch."""
+
+        async def start() -> tuple[InboundLinks, tuple[str, int]]:
+            links = InboundLinks(name, key, memory, self._rails, self._lent, config, judge)
+            links.on_release = self._released
+            return links, await links.start(config.control or config.host, port)
+
+        try:
+            self.links, self.address = self._wait(start(), START_S)
+        except BaseException:  # nothing was started: the loop and the transports go too
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._rails.close()
+            raise
+
+    def expect(
+        self, transfer: str, peers: Sequence[str], tokens: int, tables: Sequence[tuple[Sequence[int], int]], *,
+        first: int = 0, tenant: str = "", due_s: float | None = None,
+    ) -> None:  # fmt: skip
+        """Wait for tokens [first, tokens) from every peer. `tables`: pages and the token they begin with, of each group."""
+
+        def begin() -> None:
+            try:
+                for lent, (pages, _) in zip(self._lent, tables, strict=True):
+                    lent.lend(transfer, pages)
+                origins = [origin for _, origin in tables]
+                arrival = self.links.expect(
+                    transfer, peers, tokens, first=first, origins=origins, tenant=tenant, due_s=due_s
+                )
+            except RegaugeError as error:
+                self._end(Ended(transfer, str(error)))
+                return
+            arrival.add_done_callback(lambda a: self._over(transfer, a))
+
+        self._post(begin)
+
+    def cancel(self, transfer: str, reason: str) -> None:
+        """Give a transfer up; it ends like any other, unless it has."""
+        self._post(lambda: self.links.cancel(transfer, reason))
+
+    def _over(self, transfer: str, arrival: asyncio.Future[Arrival]) -> None:
+        error = arrival.exception()
+        if error is None:
+            a = arrival.result()
+            self._end(Ended(transfer, "", a.handover, a.path, a.wire_bytes, a.seconds))
+            return
+        self._quiet[transfer] = Ended(transfer, str(error) or type(error).__name__)
+        self._released()
+
+    def _released(self) -> None:
+        for transfer in [t for t in self._quiet if all(t not in lent for lent in self._lent)]:
+            self._end(self._quiet.pop(transfer))
+
+    async def _close(self) -> None:
+        await self.links.close()
+
+
+@dataclass(eq=False)
+class _Sending:
+    tables: tuple[PageTable, ...] = ()
+    out: Outgoing | None = None
+    early: list[Callable[[Outgoing], None]] = field(default_factory=list)
+    """What the engine said before the links were there."""
+    quiet: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class SendingEnd(Bridge):
+    """The prefill side of an engine's rank. Every method is for any thread."""
+
+    def __init__(
+        self, name: str, key: bytes, memory: Borrowed, config: TransferConfig, *, judge: Judge = check
+    ) -> None:
+        super().__init__(name, key, config)
+        self._sending: dict[str, _Sending] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+        async def start() -> OutboundLinks:
+            return OutboundLinks(name, key, memory, self._rails, config, judge)
+
+        self.links: OutboundLinks = self._wait(start(), START_S)
+
+    def offer(self, transfer: str, peers: Mapping[str, Address], tokens: int) -> None:
+        """Announce a transfer to the decode ranks that it concerns; the engine need not wait for their answer."""
+
+        def begin() -> None:
+            if transfer in self._sending:
+                self._end(Ended(transfer, f"transfer {transfer!r} is under way already"))
+                return
+            self._sending[transfer] = _Sending()
+            task = self._loop.create_task(self._send(transfer, peers, tokens))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+        self._post(begin)
+
+    def pages(self, transfer: str, tables: Sequence[tuple[Sequence[int], int]]) -> None:
+        """Say the pages that hold the transfer's tokens so far, and the token they begin with, of each group. Before `ready`."""
+        made = tuple(PageTable(np.array(pages, np.int64), origin) for pages, origin in tables)
+
+        def replace(out: Outgoing) -> None:
+            out.tables = made
+
+        self._tell(transfer, replace)
+
+    def ready(self, transfer: str, layers: Range, tokens: Range) -> None:
+        """Layers [first, end) of the model hold their state for tokens [first, end)."""
+        self._tell(transfer, lambda out: out.ready(layers, tokens))
+
+    def finish(self, transfer: str, handover: bytes) -> None:
+        """Everything has been made ready."""
+        self._tell(transfer, lambda out: out.finish(handover))
+
+    def cancel(self, transfer: str, reason: str) -> None:
+        """Give a transfer up; it ends like any other, unless it has."""
+        self._tell(transfer, lambda out: out.cancel(reason))
+
+    def _tell(self, transfer: str, word: Callable[[Outgoing], None]) -> None:
+        def tell() -> None:
+            sending = self._sending.get(transfer)
+            if sending is None:
+                return  # it has ended
+            if sending.out is None:
+                sending.early.append(word)
+                return
+            try:
+                word(sending.out)
+            except RegaugeError as error:
+                sending.out.cancel(str(error))
+
+        self._post(tell)
+
+    async def _send(self, transfer: str, peers: Mapping[str, Address], tokens: int) -> None:
+        sending = self._sending[transfer]
+        groups = len(self.links.memory.layout.groups)
+        nowhere = [PageTable(np.empty(0, np.int64)) for _ in range(groups)]
+        try:
+            out = await self.links.start(transfer, peers, nowhere, tokens, sending.quiet.set)
+        except RegaugeError as error:
+            del self._sending[transfer]
+            self._end(Ended(transfer, str(error)))
+            return
+        sending.out = out
+        for word in sending.early:
+            try:
+                word(out)
+            except RegaugeError as error:
+                out.cancel(str(error))
+        ended = Ended(transfer)
+        try:
+            done = await out.done()
+            ended = Ended(transfer, "", b"", out.path, done.wire_bytes, done.seconds)
+        except RegaugeError as error:
+            ended = Ended(transfer, str(error))
+        await sending.quiet.wait()
+        del self._sending[transfer]
+        self._end(ended)
+
+    async def _close(self) -> None:
+        await self.links.close()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
