@@ -20,7 +20,8 @@ from regauge.config import TransferConfig
 from regauge.errors import DeadlineExceeded, RegaugeError
 from regauge.move.crossing import Borrowed, PageTable
 from regauge.move.inbound import Arrival, InboundLinks
-from regauge.move.outbound import Address, OutboundLinks, Outgoing
+from regauge.move.outbound import Address, OutboundLinks
+from regauge.move.outgoing import Outgoing
 from regauge.move.pages import LentPages
 from regauge.move.protocol import Range
 from regauge.move.rails import Rails

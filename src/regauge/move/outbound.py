@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import structlog
 
@@ -25,6 +25,7 @@ from regauge.move.costs import read
 from regauge.move.crossing import DEPTH, Borrowed, Crossing, PageTable, Terms, Writer, exports
 from regauge.move.flow_sender import Pace
 from regauge.move.memory import Slab
+from regauge.move.outgoing import Outgoing
 from regauge.move.plane import Plane, resolve
 from regauge.move.prepared import TransferKeys
 from regauge.move.protocol import (
@@ -32,7 +33,6 @@ from regauge.move.protocol import (
     Delivered,
     Failed,
     Granted,
-    Range,
     Released,
     Relink,
     Send,
@@ -41,9 +41,10 @@ from regauge.move.protocol import (
 )
 from regauge.move.rails import Connections, Rails
 from regauge.move.sender import Sender
+from regauge.move.threads import in_thread
 from regauge.move.transport import Region
 from regauge.plan import Judge, Plan, check
-from regauge.plan.cost import DEFAULTS, Mode, Setting
+from regauge.plan.cost import DEFAULTS, Setting
 from regauge.plan.ranks import leg
 
 log = structlog.get_logger()
@@ -77,56 +78,6 @@ class _Link:
     closing: bool = False
 
 
-@dataclass(eq=False)
-class Outgoing:
-    """One transfer on its way out. `ready` and `finish` are for the event loop's thread."""
-
-    transfer: str
-    tables: tuple[PageTable, ...]
-    path: str
-    mode: Mode
-    """Of the first pair of state groups."""
-    _links: OutboundLinks
-    _done: asyncio.Future[Delivered]
-    _free: Callable[[], None] = field(repr=False)
-    granted: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when every decode rank has lent its pages."""
-    first: int = 0
-    """Decode has the tokens before this one already; known once granted."""
-
-    def ready(self, layers: Range, tokens: Range) -> None:
-        """Layers [first, end) of the model hold their state for tokens [first, end) in the pool."""
-        self._links.run(self._links.sender.ready(self.transfer, layers, tokens, time.monotonic()))
-
-    def finish(self, handover: bytes) -> None:
-        """Everything has been made ready."""
-        self._links.run(self._links.sender.finish(self.transfer, handover))
-
-    def cancel(self, reason: str) -> None:
-        """Give the transfer up; `done` then raises TransferFailed unless it has ended already."""
-        self._links.run(self._links.sender.cancel(self.transfer, reason))
-
-    async def wait_granted(self) -> None:
-        """Wait until decode has lent its pages. Raises TransferFailed if the transfer ends before."""
-        granted = asyncio.create_task(self.granted.wait())
-        waiting: list[asyncio.Future[Any]] = [granted, self._done]
-        try:
-            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            granted.cancel()
-        if not self.granted.is_set():
-            await self.done()
-
-    @property
-    def finished(self) -> asyncio.Future[Delivered]:
-        """Done when the transfer has ended, in whichever way."""
-        return self._done
-
-    async def done(self) -> Delivered:
-        """Wait until decode has committed. Raises TransferFailed with the reason."""
-        return await asyncio.shield(self._done)
-
-
 class OutboundLinks:
     """All links of a prefill rank."""
 
@@ -151,7 +102,7 @@ class OutboundLinks:
         self._judge = judge
         self._links: dict[str, _Link] = {}
         self._addresses: dict[str, Address] = {}
-        self._opening: dict[str, asyncio.Lock] = {}
+        self._opening: dict[str, asyncio.Task[_Link]] = {}
         self._relinking: dict[str, asyncio.Task[None]] = {}
         self._transfers: dict[str, Outgoing] = {}
         self._ticker: asyncio.Task[None] | None = None
@@ -235,7 +186,7 @@ class OutboundLinks:
 
     async def close(self) -> None:
         """End all links; transfers in flight fail."""
-        for task in (self._ticker, *self._relinking.values()):
+        for task in (self._ticker, *self._relinking.values(), *self._opening.values()):
             if task is not None:
                 task.cancel()
         if self._waking is not None:
@@ -247,22 +198,29 @@ class OutboundLinks:
         await asyncio.gather(*(link.task for link in links if link.task), return_exceptions=True)
 
     async def _link(self, peer: str, address: Address) -> _Link:
-        async with self._opening.setdefault(peer, asyncio.Lock()):
-            old = self._links.get(peer)
-            if old is not None and not old.closing:
-                return old
-            if old is not None and old.task is not None:
-                await asyncio.wait([old.task])
-            link = await self._open(peer, address)
-            plan = link.writer.crossing.plan
-            link.channel.send(m.Ready(plan.verdict.pair, list(link.writer.modes), link.data.sessions))
-            self._links[peer] = link
-            self._addresses[peer] = address
-            terms = replace(link.writer.terms(), ways=link.data.ways)
-            self.run(self.sender.link_up(peer, terms, link.instance))
-            link.task = asyncio.create_task(self._serve(link))
-            self._ticker = self._ticker or asyncio.create_task(self._tick())
+        """Return the link to a peer, once it stands: who asks, and is cancelled, leaves it to the others and to those to come."""
+        link = self._links.get(peer)
+        if link is not None and not link.closing:
             return link
+        task = self._opening.get(peer)
+        if task is None:
+            task = self._opening[peer] = asyncio.create_task(self._make(peer, address))
+            task.add_done_callback(lambda done: self._opening.pop(peer) and (done.cancelled() or done.exception()))
+        return await asyncio.shield(task)
+
+    async def _make(self, peer: str, address: Address) -> _Link:
+        old = self._links.get(peer)
+        if old is not None and old.task is not None:
+            await asyncio.wait([old.task])
+        link = await self._open(peer, address)
+        plan = link.writer.crossing.plan
+        link.channel.send(m.Ready(plan.verdict.pair, list(link.writer.modes), link.data.sessions))
+        self._links[peer] = link
+        self._addresses[peer] = address
+        self.run(self.sender.link_up(peer, replace(link.writer.terms(), ways=link.data.ways), link.instance))
+        link.task = asyncio.create_task(self._serve(link))
+        self._ticker = self._ticker or asyncio.create_task(self._tick())
+        return link
 
     async def _relink(self, peer: str) -> None:
         """Make a link anew for the transfers that wait for it; they stop waiting by themselves."""
@@ -301,9 +259,10 @@ class OutboundLinks:
             if verdict.path == "REFUSED":
                 raise Refused(tuple(str(r) for r in verdict.refusals))
             plan = await asyncio.to_thread(self._plan, peer, layout)
-            data = await asyncio.to_thread(self._rails.connect, hello.exports, FENCE_S, peer=peer)
-            return await asyncio.to_thread(self._prepare, hello, channel, data, plan)
-        except BaseException:
+            connect = partial(self._rails.connect, hello.exports, FENCE_S, peer=peer)
+            data = await in_thread(connect, Connections.close)
+            return await in_thread(partial(self._prepare, hello, channel, data, plan), self._drop)
+        except BaseException:  # closed whatever broke, also when cancelled
             channel.close()
             raise
 
@@ -318,10 +277,11 @@ class OutboundLinks:
 
     def _prepare(self, hello: m.Hello, channel: Channel, data: Connections, plan: Plan) -> _Link:
         peer, staging = hello.worker, hello.staging
-        slot = Slab(DEPTH * staging.slot_bytes, f"slot:{peer}") if staging is not None else None
+        slot: Slab | None = None
         regions: tuple[Region, ...] = ()
         try:
-            if slot is not None:
+            if staging is not None:
+                slot = self._slot(peer, staging)
                 regions = self._rails.register(slot)
             setting = Setting(
                 self._rails.medium, mode=self._config.mode, reachable=exports(plan.decode, data.peers[0]),
@@ -332,12 +292,24 @@ class OutboundLinks:
             crossing = Crossing(plan, keys, threads=self._config.kernel_threads)
             writer = Writer(crossing, self._memory, data.peers, staging, terms=terms, slot=slot)
             log.info("link opened", peer=peer, modes=writer.modes, why=writer.why)
-        except BaseException:
+        except BaseException:  # undone whatever broke
             data.close()
             self._withdraw(slot, regions)
             raise
         threads = ThreadPoolExecutor(min(GATHER_THREADS, writer.depth), thread_name_prefix=f"write-{peer}")
         return _Link(peer, channel, data, writer, slot, regions, threads, hello.instance)
+
+    def _slot(self, peer: str, staging: m.Staging) -> Slab:
+        if staging.slot_bytes > (most := self._config.staging_bytes):
+            raise ProtocolError(
+                f"{peer} offers slots of {staging.slot_bytes} bytes, more than transfer.staging_bytes, {most}"
+            )
+        return Slab(DEPTH * staging.slot_bytes, f"slot:{peer}")
+
+    def _drop(self, link: _Link) -> None:
+        link.thread.shutdown(wait=False)
+        link.data.close()
+        self._withdraw(link.slot, link.regions)
 
     async def _serve(self, link: _Link) -> None:
         """Read the link's messages until it ends, then let its transfers wait for a new one once nothing is in flight."""
@@ -362,9 +334,7 @@ class OutboundLinks:
         await asyncio.to_thread(link.data.fence, FENCE_S)
         if link.writes:
             await asyncio.gather(*link.writes, return_exceptions=True)
-        link.thread.shutdown(wait=False)
-        await asyncio.to_thread(link.data.close)
-        await asyncio.to_thread(self._withdraw, link.slot, link.regions)
+        await asyncio.to_thread(self._drop, link)
 
     def _withdraw(self, slot: Slab | None, regions: tuple[Region, ...]) -> None:
         self._rails.unregister(regions)
