@@ -21,7 +21,16 @@ SINCE = datetime(2030, 1, 2, 3, 4, 5, tzinfo=UTC)
 
 
 def leg(peer: str = "p0", *, nbytes: int = 1 << 20, progress: float = 0.25, **fields: object) -> LegState:
-    plain_fields = {"state": "granted", "epoch": 1, "in_flight": 2, "chunks": 7, "resent": 0, "credit": None, "nic": 0, **fields}
+    plain_fields = {
+        "state": "granted",
+        "epoch": 1,
+        "in_flight": 2,
+        "chunks": 7,
+        "resent": 0,
+        "credit": None,
+        "nic": 0,
+        **fields,
+    }
     return LegState(peer=peer, wire_bytes=nbytes, progress=progress, **plain_fields)  # type: ignore[arg-type]
 
 
