@@ -19,11 +19,13 @@ import msgspec
 import numpy as np
 import structlog
 
+from regauge.engines import handover
+from regauge.engines.handover import Handover
 from regauge.engines.local.kv import PagedKV
 from regauge.engines.local.model import LocalModel
 from regauge.engines.local.scheduler import Output, Request, Scheduler, pages_needed
 from regauge.engines.local.thread import EngineThread
-from regauge.errors import EngineError, ProtocolError, RegaugeError
+from regauge.errors import EngineError, RegaugeError
 from regauge.move.crossing import Memory, PageTable
 from regauge.move.flow_types import LinkState as NicState
 from regauge.move.inbound import InboundLinks
@@ -46,16 +48,6 @@ class RefusalError(RegaugeError):
     def __init__(self, code: wire.Code, message: str) -> None:
         super().__init__(message)
         self.code: wire.Code = code
-
-
-class Handover(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What decode needs beside the KV: the first token, and the random stream to go on with."""
-
-    token: int
-    seed: int
-    finish_reason: str | None = None
-    logprob: float | None = None
-    top: list[tuple[int, float]] | None = None
 
 
 class Worker(abc.ABC):
@@ -205,7 +197,7 @@ class DecodeWorker(Worker):
                 self._release(body.transfer_id)  # it had arrived in the same moment
             raise
         try:
-            first = msgspec.msgpack.decode(arrived.handover, type=Handover)
+            first = handover.decode(arrived.handover, body.prefill)
             events.put_nowait(
                 wire.TransferEvent(arrived.path, arrived.mode, arrived.wire_bytes, len(pages), arrived.seconds)
             )
@@ -215,8 +207,6 @@ class DecodeWorker(Worker):
                 count, reason = await self._decode(body, first, pages, events)
             final: Any = reason
             events.put_nowait(wire.FinishEvent(final, prompt, count))
-        except msgspec.DecodeError as error:
-            raise ProtocolError(f"hand-over from {body.prefill}: {error}") from error
         finally:
             await asyncio.shield(self._let_go(body))
 
@@ -305,7 +295,7 @@ class PrefillWorker(Worker):
         computed = time.monotonic()
         reason = None if first.finish_reason == "prefill" else first.finish_reason
         top = list(first.top) if first.top is not None else None
-        out.finish(msgspec.msgpack.encode(Handover(first.token, first.seed, reason, first.logprob, top)))
+        out.finish(handover.encode(Handover(first.token, first.seed, reason, first.logprob, top)))
         done = await out.done()
         log.info("prefilled", request_id=body.request_id, tokens=len(body.token_ids), path=out.path, mode=out.mode,
                  wire_bytes=done.wire_bytes, prefill_s=round(computed - started, 6),
