@@ -24,6 +24,7 @@ from regauge.move.channel import Channel, decode_layout, encode_layout
 from regauge.move.costs import read
 from regauge.move.crossing import DEPTH, Borrowed, Crossing, PageTable, Terms, Writer, exports
 from regauge.move.flow_sender import Pace
+from regauge.move.links import OutLink
 from regauge.move.memory import Slab
 from regauge.move.plane import Plane, resolve
 from regauge.move.prepared import TransferKeys
@@ -41,6 +42,7 @@ from regauge.move.protocol import (
 )
 from regauge.move.rails import Connections, Rails
 from regauge.move.sender import Sender
+from regauge.move.state import LinkState
 from regauge.move.transport import Region
 from regauge.plan import Judge, Plan, check
 from regauge.plan.cost import DEFAULTS, Mode, Setting
@@ -59,22 +61,6 @@ GATHER_THREADS = 2
 """Chunks of a link that are gathered and digested at once; those that the transport carries take no thread."""
 
 Address = tuple[str, int]
-
-
-@dataclass(eq=False)
-class _Link:
-    peer: str
-    channel: Channel
-    data: Connections
-    writer: Writer
-    slot: Slab | None
-    regions: tuple[Region, ...]
-    """Of the slot."""
-    thread: ThreadPoolExecutor
-    instance: str
-    task: asyncio.Task[None] | None = None
-    writes: set[asyncio.Task[None]] = field(default_factory=set)
-    closing: bool = False
 
 
 @dataclass(eq=False)
@@ -149,7 +135,7 @@ class OutboundLinks:
         self._tls = tls.from_config(config.tls)
         self._constants = read(Path(config.costs)) if config.costs else DEFAULTS
         self._judge = judge
-        self._links: dict[str, _Link] = {}
+        self._links: dict[str, OutLink] = {}
         self._addresses: dict[str, Address] = {}
         self._opening: dict[str, asyncio.Lock] = {}
         self._relinking: dict[str, asyncio.Task[None]] = {}
@@ -190,6 +176,11 @@ class OutboundLinks:
     def transfers(self) -> list[TransferState]:
         """Describe each transfer that is not over."""
         return self.sender.transfers(time.monotonic())
+
+    def links(self) -> list[LinkState]:
+        """Describe each link, and the peers that transfers wait for."""
+        up = [link.state(self.sender.free_slots(link.peer)) for link in self._links.values()]
+        return up + [LinkState(peer, "relinking") for peer in self._relinking if peer not in self._links]
 
     def run(self, actions: Iterable[Action]) -> None:
         """Carry actions out."""
@@ -246,7 +237,7 @@ class OutboundLinks:
             link.channel.close()
         await asyncio.gather(*(link.task for link in links if link.task), return_exceptions=True)
 
-    async def _link(self, peer: str, address: Address) -> _Link:
+    async def _link(self, peer: str, address: Address) -> OutLink:
         async with self._opening.setdefault(peer, asyncio.Lock()):
             old = self._links.get(peer)
             if old is not None and not old.closing:
@@ -280,7 +271,7 @@ class OutboundLinks:
         finally:
             del self._relinking[peer]
 
-    async def _open(self, peer: str, address: Address) -> _Link:
+    async def _open(self, peer: str, address: Address) -> OutLink:
         channel = await Channel.open(*address, self._key, plane=await self._plane(), tls=self._tls)
         try:
             channel.send(
@@ -316,7 +307,7 @@ class OutboundLinks:
             raise Refused((f"nothing of what {peer} keeps is sent from {self._name}: leave it out of the transfer",))
         return plan
 
-    def _prepare(self, hello: m.Hello, channel: Channel, data: Connections, plan: Plan) -> _Link:
+    def _prepare(self, hello: m.Hello, channel: Channel, data: Connections, plan: Plan) -> OutLink:
         peer, staging = hello.worker, hello.staging
         slot = Slab(DEPTH * staging.slot_bytes, f"slot:{peer}") if staging is not None else None
         regions: tuple[Region, ...] = ()
@@ -337,9 +328,9 @@ class OutboundLinks:
             self._withdraw(slot, regions)
             raise
         threads = ThreadPoolExecutor(min(GATHER_THREADS, writer.depth), thread_name_prefix=f"write-{peer}")
-        return _Link(peer, channel, data, writer, slot, regions, threads, hello.instance)
+        return OutLink(peer, channel, data, writer, slot, regions, threads, hello.instance)
 
-    async def _serve(self, link: _Link) -> None:
+    async def _serve(self, link: OutLink) -> None:
         """Read the link's messages until it ends, then let its transfers wait for a new one once nothing is in flight."""
         reason = f"the link to {link.peer} was closed"
         try:
@@ -358,7 +349,7 @@ class OutboundLinks:
             del self._links[link.peer]
             self.run(self.sender.link_lost(link.peer, reason, time.monotonic()))
 
-    async def _end(self, link: _Link) -> None:
+    async def _end(self, link: OutLink) -> None:
         await asyncio.to_thread(link.data.fence, FENCE_S)
         if link.writes:
             await asyncio.gather(*link.writes, return_exceptions=True)
@@ -371,7 +362,7 @@ class OutboundLinks:
         if slot is not None:
             slot.close()
 
-    async def _write(self, link: _Link, chunk: Write) -> None:
+    async def _write(self, link: OutLink, chunk: Write) -> None:
         out = self._transfers[chunk.transfer]
         loop, limit = asyncio.get_running_loop(), self._config.deadline_s
         try:
