@@ -100,17 +100,17 @@ def plan_deployment(config: ServeConfig, say: Say) -> Deployment:
     key = load_key(Path(key_file)).hex() if key_file else secrets.token_hex(32)
     folder = prepare(config.model, cache_dir(), say)
     model = load_model(str(folder))
-    layouts = [
+    prefill, decode = [
         with_pages(load_named(text, str(folder)), engine.pool_tokens)
         for text, engine in ((config.prefill_layout, config.prefill), (config.decode_layout, config.decode))
     ]
-    gate, verdict = from_config(config.quality), check(*layouts)
+    gate, verdict = from_config(config.quality), check(prefill, decode)
     if gate is not None and verdict.path == "CONVERT":
         # Here the weights are at hand, so that the record must be of exactly these; the workers' links see layouts alone.
-        verdict = replace(gate, weights=weights_digest(folder)).check(*layouts)
+        verdict = replace(gate, weights=weights_digest(folder)).check(prefill, decode)
     if verdict.path == "REFUSED":
         raise Refused(tuple(str(r) for r in verdict.refusals))
-    return Deployment(config, folder, model.name, verdict, *layouts, control, key)
+    return Deployment(config, folder, model.name, verdict, prefill, decode, control, key)
 
 
 def describe(deployment: Deployment) -> str:
