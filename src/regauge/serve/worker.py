@@ -35,7 +35,7 @@ from regauge.move.outgoing import Outgoing
 from regauge.move.pages import PagePool
 from regauge.move.protocol import TransferState
 from regauge.move.rails import Rails
-from regauge.move.state import LinkState, Totals, inbound_links, outbound_links, pool_states, session_states
+from regauge.move.state import LinkState, Totals, pool_states, session_states
 from regauge.serve import debug, wire
 from regauge.serve.admission import Admission
 from regauge.serve.quality_gate import judge
@@ -163,7 +163,7 @@ class DecodeWorker(Worker):
 
     def transfers(self) -> tuple[list[TransferState], list[LinkState]]:
         """Describe the transfers that come in, and the links they come over."""
-        return self.links.transfers(), inbound_links(self.links)
+        return self.links.transfers(), self.links.links()
 
     def totals(self) -> Totals:
         """Return what the transfers came to, with what the links have counted."""
@@ -171,9 +171,8 @@ class DecodeWorker(Worker):
         return super().totals()
 
     def nics(self) -> list[NicState]:
-        """Describe the NIC that KV comes in by; nothing where there is no flow control."""
-        flow = self.links.receiver.flow
-        return flow.links() if flow is not None else []
+        """Describe the NICs that KV comes in by."""
+        return self.links.flow()
 
     async def generate(self, body: wire.Generate, events: asyncio.Queue[wire.Event]) -> None:
         """Serve one request: its events, the last of which is a finish or an error, go into the queue."""
@@ -248,7 +247,7 @@ class PrefillWorker(Worker):
 
     def transfers(self) -> tuple[list[TransferState], list[LinkState]]:
         """Describe the transfers that go out, and the links they go over."""
-        return self.links.transfers(), outbound_links(self.links)
+        return self.links.transfers(), self.links.links()
 
     async def prefill(self, body: wire.Prefill) -> wire.Prefilled:
         """Serve one request. Raises RegaugeError for what went wrong."""
