@@ -168,7 +168,7 @@ class Scaler {
     const bool stepping = pause_ == 0;
     Int slow = 0;
     for (Int k = 0; k < now.count; ++k) {
-      const Byte* ahead = now.ahead[k] + b_.n;
+      const Byte* ahead = fetch_.row(k / b_.rows, k % b_.rows) + b_.n;  // the first group's: no group before it did that
       if (k < next.count) next.most[k] = largest(next.s[k], next.ahead[k], blocks()), ahead = next.ahead[k] + b_.n;
       if (__builtin_expect(found.amax[k] >= kInfinite, 0)) b_.plain->dynamic(one_row(now, k, 0, blocks()));
       else slow += code_row(now, k, ahead, found, stepping ? &constants : nullptr);

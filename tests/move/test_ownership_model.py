@@ -15,7 +15,7 @@ import pytest
 
 from regauge.move import messages as m
 from regauge.move.inleg import InLeg
-from regauge.move.outleg import OutLeg
+from regauge.move.outleg import LinkTerms, OutLeg
 from regauge.move.protocol import Action, Check, Failed
 from regauge.move.receiver import Receiver
 from regauge.move.sender import Sender
@@ -116,6 +116,15 @@ def epochs_ignored(patch: Patch) -> None:
     patch.setattr(Receiver, "_on_own", any_epoch)
 
 
+def grants_of_an_earlier_link_taken(patch: Patch) -> None:
+    up = Sender.link_up
+
+    def link_up(self: Sender, peer: str, terms: LinkTerms, instance: str, epoch: int = 0) -> list[Action]:
+        return up(self, peer, terms, instance)
+
+    patch.setattr(Sender, "link_up", link_up)
+
+
 def committed_when_finished(patch: Patch) -> None:
     patch.setattr(InLeg, "complete", property(lambda self: self.finish is not None))
 
@@ -144,6 +153,7 @@ def no_time_limits(patch: Patch) -> None:
         (differing_chunk_forgotten, "resume", "1 of 2 cells of t0"),
         (resumed_from_what_is_written, "resume", "cells of t0"),
         (epochs_ignored, "repeats", "broke the rules"),
+        (grants_of_an_earlier_link_taken, "repeats", "gives back pages of t0 under"),
         (committed_when_finished, "slots", "cells of t0"),
         (slot_of_a_failed_transfer_kept, "slots", "staging slot"),
         (no_time_limits, "death", "have not ended|still under way"),

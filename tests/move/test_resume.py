@@ -56,6 +56,19 @@ def test_a_chunk_that_differs_after_its_link_broke_is_not_verified_by_a_later_on
     assert grant.done == [[0, 0, 0]]
 
 
+def test_a_grant_of_an_earlier_link_that_comes_late_allows_no_write() -> None:
+    s, r = sender(), receiver()
+    s.offer("t", ["d"], 8, 0.0)
+    unheard = offered(r)
+    for side in (s, r):
+        side.link_lost("p" if side is r else "d", "gone", 0.0)
+    r.link_fenced("p", 0.0)
+    assert kinds(r.cancel("t", "over", 0.0)) == ["Failed"]  # its pages are free: nothing may be written into them
+    s.link_up("d", link_terms(), "one", r.epoch)
+    assert s.on_message("d", unheard, 1.0) == s.ready("t", (0, 3), (0, 8), 1.0) == []
+    assert kinds(s.on_message("d", m.Grant("t", 2, PAGES, 0, 10.0), 1.0)) == ["Granted", "Write"]
+
+
 def test_what_an_earlier_link_said_changes_nothing() -> None:
     s, r = sender(), receiver()
     old = offered(r)
@@ -69,7 +82,7 @@ def test_what_an_earlier_link_said_changes_nothing() -> None:
     assert isinstance(grant, m.Grant)
     assert [r.on_message("p", message, 9.0) for message in (*late, m.Offer("t", 8))] == [[]] * 5
     s.link_lost("d", "gone", 0.0)
-    s.link_up("d", link_terms(), "one")
+    s.link_up("d", link_terms(), "one", old.epoch)
     assert s.on_message("d", old, 9.0) == []
     assert s.transfers(9.0)[0].legs[0].state == "offered"
     s.on_message("d", grant, 9.0)

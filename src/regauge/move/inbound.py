@@ -344,7 +344,7 @@ class InboundLinks:
         regions = self._rails.register(staging)  # by name: of two connections of one worker at once, one fails here
         try:
             channel.send(m.Hello(m.VERSION, self._name, self._rails.session, "decode",
-                                 encode_layout(self._memory.layout), self._rails.export(), offered))  # fmt: skip
+                                 encode_layout(self._memory.layout), self._rails.export(), offered, self.receiver.epoch))  # fmt: skip
             async with asyncio.timeout(READY_S):
                 ready = await channel.receive()
             if isinstance(ready, m.Refuse):

@@ -57,6 +57,8 @@ class OutLink:
     """Of the slot."""
     thread: ThreadPoolExecutor
     instance: str
+    epoch: int
+    """Grants that are not newer are of an earlier link."""
     task: asyncio.Task[None] | None = None
     writes: set[asyncio.Task[None]] = field(default_factory=set)
     closing: bool = False

@@ -56,6 +56,8 @@ class Hello(Message, frozen=True, tag="hello"):
     exports: Annotated[list[bytes], Meta(min_length=1, max_length=16)]
     """Of the data plane: one for each of its NICs."""
     staging: Staging | None = None
+    epoch: Count = 0
+    """Decode's: of its last grant. A grant on this link that is not newer was meant for an earlier one."""
 
 
 class Ready(Message, frozen=True, tag="ready"):

@@ -208,7 +208,8 @@ class OutboundLinks:
         link.channel.send(m.Ready(plan.verdict.pair, list(link.writer.modes), link.data.sessions))
         self._links[peer] = link
         self._addresses[peer] = address
-        self.run(self.sender.link_up(peer, replace(link.writer.terms(), ways=link.data.ways), link.instance))
+        terms = replace(link.writer.terms(), ways=link.data.ways)
+        self.run(self.sender.link_up(peer, terms, link.instance, link.epoch))
         link.task = asyncio.create_task(self._serve(link))
         self._ticker = self._ticker or asyncio.create_task(self._tick())
         return link
@@ -288,7 +289,7 @@ class OutboundLinks:
             self._withdraw(slot, regions)
             raise
         threads = ThreadPoolExecutor(min(GATHER_THREADS, writer.depth), thread_name_prefix=f"write-{peer}")
-        return OutLink(peer, channel, data, writer, slot, regions, threads, hello.instance)
+        return OutLink(peer, channel, data, writer, slot, regions, threads, hello.instance, hello.epoch)
 
     def _slot(self, peer: str, staging: m.Staging) -> Slab:
         if staging.slot_bytes > (most := self._config.staging_bytes):

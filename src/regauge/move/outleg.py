@@ -67,8 +67,6 @@ class OutLeg:
     peer: str
     state: Literal["offered", "granted", "lost", "over"] = "offered"
     grant: m.Grant | None = None
-    newest: int = 0
-    """Epoch of the last grant; one that is not newer comes from an earlier link."""
     parts: list[Progress] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
     """All of this epoch, by seq."""
@@ -124,7 +122,7 @@ class OutLeg:
             raise ProtocolError(
                 f"{self.peer} says that tokens of {grant.transfer!r} have arrived which it never wanted"
             )
-        self.state, self.grant, self.credit, self.newest = "granted", grant, grant.credit, grant.epoch
+        self.state, self.grant, self.credit = "granted", grant, grant.credit
         self.nic = 0
         self.parts = [Progress(need, list(at), list(at)) for need, at in zip(needs, done, strict=True)]
         self.before = sum(

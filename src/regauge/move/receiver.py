@@ -55,7 +55,8 @@ class Receiver:
         """Offers that came before the request: (peer, transfer) -> tokens, expiry."""
         self._ended: OrderedDict[tuple[str, str], str] = OrderedDict()
         """How transfers ended, for a peer that lost the word: (peer, transfer) -> reason, empty if delivered."""
-        self._epoch = 0
+        self.epoch = 0
+        """Of the last grant."""
         self.flow = flow
         self._nics = {} if flow is None else {state.nic: i for i, state in enumerate(flow.links())}
         self._flowing: dict[str, tuple[str, str]] = {}
@@ -263,8 +264,8 @@ class Receiver:
             raise ProtocolError(
                 f"{name!r}: {len(t.tables)} page tables, but the link of {leg.peer} carries more groups"
             )
-        self._epoch += 1
-        done = leg.grant(self._epoch, parts, t.first, t.tokens, now + self._lease_s)
+        self.epoch += 1
+        done = leg.grant(self.epoch, parts, t.first, t.tokens, now + self._lease_s)
         if t.granted_at is None:
             t.granted_at = now
         if all(each.state != "expected" for each in t.legs.values()):

@@ -69,6 +69,8 @@ class Sender:
         self._lost: dict[str, float] = {}
         """Peers whose link is gone while transfers wait for it: until when they wait."""
         self._instances: dict[str, str] = {}
+        self._before: dict[str, int] = {}
+        """Epoch of the last grant that a peer had given when its link was made: one that is not newer is of an earlier link."""
         self._untold: dict[str, dict[str, str]] = {}
         """Transfers that were given up before a peer had granted them, or while its link was gone: it may not have heard. By peer the
         name and the reason, for its next link."""
@@ -87,9 +89,9 @@ class Sender:
         """Staging slots of a peer that no chunk occupies, for inspection."""
         return len(self._free.get(peer, ()))
 
-    def link_up(self, peer: str, terms: LinkTerms, instance: str) -> list[Action]:
-        """A link to a decode rank stands. Transfers that waited for it are offered again, unless the peer was restarted."""
-        self._terms[peer] = terms
+    def link_up(self, peer: str, terms: LinkTerms, instance: str, epoch: int = 0) -> list[Action]:
+        """A link to a decode rank stands, whose last grant had `epoch`. Transfers that waited are offered again, unless it was restarted."""
+        self._terms[peer], self._before[peer] = terms, epoch
         self._free[peer] = list(range(terms.slots))
         self._flying[peer] = 0
         before, self._instances[peer] = self._instances.get(peer, instance), instance
@@ -258,7 +260,7 @@ class Sender:
     def _on_own(self, name: str, t: _Outbound, leg: OutLeg, message: m.Message, now: float) -> list[Action]:
         match message:
             case m.Grant():
-                due = leg.state == "offered" and message.epoch > leg.newest and not t.failed
+                due = leg.state == "offered" and message.epoch > self._before[leg.peer] and not t.failed
                 return self._granted(name, t, leg, message, now) if due else []
             case m.Credit():
                 if message.epoch == leg.epoch and leg.credit is not None:

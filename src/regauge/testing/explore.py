@@ -207,7 +207,7 @@ def instances() -> list[Instance]:
         Instance("resume", small(), ((2, 2),), (("break", 1), ("corrupt", 1))),
         Instance("slots", small(staged=("full",)), ((2, 2),), (("break", 1), ("cancel", 1))),
         Instance("death", small(), ((1, 1),), (("die", 2),)),
-        Instance("repeats", small(echoes=4), ((1, 1),), (("break", 1), ("repeat", 1))),
+        Instance("repeats", small(echoes=4), ((1, 1),), (("break", 1), ("repeat", 1), ("cancel at decode", 1))),
     ]
 
 

@@ -162,7 +162,8 @@ class World:
         first.links[d] = second.links[p] = link.number
         link.send(m.Ready("pair", [], [f"data-{link.number}"]), to_decode=True)
         assert first.sender is not None  # noqa: S101  # `pairs` has prefill ranks first
-        self.run(p, first.sender.link_up(d, terms, f"{d}#{second.instance}"))
+        assert second.receiver is not None  # noqa: S101  # and decode ranks second
+        self.run(p, first.sender.link_up(d, terms, f"{d}#{second.instance}", second.receiver.epoch))
 
     def on_hear(self, number: int, name: str) -> None:
         """An end reads its next message."""
