@@ -53,7 +53,7 @@ def ask(url: str, words: int) -> tuple[float, float, int]:
 
 
 def run(name: str, arguments: list[str], rounds: int) -> list[dict[str, object]]:
-    port = free_ports("127.0.0.1", 1)[0]
+    [port] = free_ports("127.0.0.1")
     url = f"http://127.0.0.1:{port}"
     with tempfile.NamedTemporaryFile("wb", suffix=".log") as log:
         process = subprocess.Popen(

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from regauge.cli_top_view import POOL_BAR, duration, plain, render, share, size
+from regauge.cli_top import plain
+from regauge.cli_top_view import POOL_BAR, duration, render, share, size
 from regauge.move.flow_types import LinkState as NicState
 from regauge.move.protocol import LegState, TransferState
 from regauge.move.state import LinkState, PoolState, Totals
@@ -21,7 +22,16 @@ SINCE = datetime(2030, 1, 2, 3, 4, 5, tzinfo=UTC)
 
 
 def leg(peer: str = "p0", *, nbytes: int = 1 << 20, progress: float = 0.25, **fields: object) -> LegState:
-    plain_fields = {"state": "granted", "epoch": 1, "in_flight": 2, "chunks": 7, "resent": 0, "credit": None, "nic": 0, **fields}
+    plain_fields = {
+        "state": "granted",
+        "epoch": 1,
+        "in_flight": 2,
+        "chunks": 7,
+        "resent": 0,
+        "credit": None,
+        "nic": 0,
+        **fields,
+    }
     return LegState(peer=peer, wire_bytes=nbytes, progress=progress, **plain_fields)  # type: ignore[arg-type]
 
 
@@ -158,3 +168,8 @@ def test_units() -> None:
     assert [duration(s) for s in (0.04, 59.9, 60, 3599, 3600, 90_000, -61)] == [
         "0.0 s", "59.9 s", "1m00s", "59m59s", "1h00m", "1d01h", "-1m01s"]  # fmt: skip
     assert plain("a\tb\u00e9 \u6f22") == "a?b\u00e9 \u6f22"
+
+
+@pytest.mark.parametrize("unix_s", [1e300, -1e300, 1e15])
+def test_a_clock_that_no_calendar_has_is_shown_as_none(unix_s: float) -> None:
+    assert "3 requests   - UTC" in drawn(msgspec.structs.replace(overview(worker()), unix_s=unix_s))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from math import inf, nan
 from pathlib import Path
 
 import pytest
 
-from regauge.config import ServeConfig, cache_dir, load
+from regauge.config import FlowConfig, ServeConfig, TransferConfig, cache_dir, load
 from regauge.errors import ConfigError
 
 
@@ -26,9 +27,24 @@ def test_a_file_overrides_defaults_and_nothing_else(tmp_path: Path) -> None:
         ("port = 'x'", r"Expected `int`, got `str` - at `\$\.port`"),
         ("[transfer]\ntransport = 'pigeon'", r"Invalid enum value 'pigeon' - at `\$\.transfer\.transport`"),
         ("port =", "Invalid value"),
-        ("[transfer.flow]\novercommit = 0.5", "overcommit at least 1"),
-        ("[transfer.flow]\naged_share = 1.0", "aged_share must be between 0 and 1, not 1.0"),
-        ("[transfer.flow.shares]\nfree = 0.0", "shares must be more than 0"),
+        ("port = 0", r"Expected `int` >= 1 - at `\$\.port`"),
+        ("[decode]\nmax_batch = 0", r"Expected `int` >= 1 - at `\$\.decode\.max_batch`"),
+        ("[transfer]\nlanes = 17", r"Expected `int` <= 16 - at `\$\.transfer\.lanes`"),
+        ("[transfer]\nlanes = 0", r"Expected `int` >= 1 - at `\$\.transfer\.lanes`"),
+        (
+            "[transfer]\nresume_s = -0.1",
+            r"transfer\.resume_s: must be at least 0 and at most 86400, not -0\.1; .* for 3\.0",
+        ),
+        ("[transfer]\nlease_s = 1e6", r"transfer\.lease_s: must be more than 0 and at most 86400, not 1000000\.0"),
+        ("[limits]\nrequest_timeout_s = nan", r"limits\.request_timeout_s: .*, not nan; leave it out for 600\.0"),
+        ("[quality.limits]\nmax_kl = inf", r"Expected `float` <= .* - at `\$\.quality\.limits\.max_kl`"),
+        ("[transfer.flow]\novercommit = 0.5", r"transfer\.flow\.overcommit: must be at least 1 and finite, not 0\.5"),
+        ("[transfer.flow]\naged_share = 1.0", r"transfer\.flow\.aged_share: must be between 0 and 1, not 1\.0"),
+        (
+            "[transfer.flow.shares]\nfree = 0.0",
+            r"transfer\.flow\.shares\.free: must be more than 0 and finite, not 0\.0",
+        ),
+        ("[transfer.flow.shares]\nfree = inf", r"transfer\.flow\.shares\.free: .* not inf; leave it out for weight 1"),
     ],
 )
 def test_what_is_wrong_in_a_file_is_named(tmp_path: Path, text: str, message: str) -> None:
@@ -37,6 +53,34 @@ def test_what_is_wrong_in_a_file_is_named(tmp_path: Path, text: str, message: st
     with pytest.raises(ConfigError, match=message) as error:
         load(path)
     assert str(path) in str(error.value)
+
+
+POSITIVE = ("offer_s", "deadline_s", "lease_s")
+FLOW_POSITIVE = ("nic_bytes_per_s", "rtt_s", "stall_s", "lease_s", "max_wait_s", "fair_s", "commit_s")
+
+
+@pytest.mark.parametrize("value", [nan, inf, -1.0])
+def test_a_rate_or_time_that_is_no_finite_number_is_named(value: float) -> None:
+    for name in (*FLOW_POSITIVE, "overcommit", "urgent_s", "aged_share"):
+        with pytest.raises(ConfigError, match=rf"transfer\.flow\.{name}: .*not {value}"):
+            FlowConfig(**{name: value})
+    for name in (*POSITIVE, "resume_s"):
+        with pytest.raises(ConfigError, match=rf"transfer\.{name}: .*not {value}; leave it out for "):
+            TransferConfig(**{name: value})
+
+
+def test_zero_is_taken_where_it_means_something() -> None:
+    for name in FLOW_POSITIVE:
+        with pytest.raises(ConfigError, match=rf"transfer\.flow\.{name}: must be more than 0"):
+            FlowConfig(**{name: 0.0})
+    for name in POSITIVE:
+        with pytest.raises(ConfigError, match=rf"transfer\.{name}: must be more than 0"):
+            TransferConfig(**{name: 0.0})
+    flow = FlowConfig(urgent_s=0.0, unscheduled_bytes=0, unscheduled_budget_bytes=0, overcommit=1.0)
+    assert TransferConfig(resume_s=0.0, flow=flow).flow is flow
+    for name in ("unscheduled_bytes", "unscheduled_budget_bytes"):
+        with pytest.raises(ConfigError, match=rf"transfer\.flow\.{name}: must be at least 0 and finite, not -1"):
+            FlowConfig(**{name: -1})
 
 
 def test_where_converted_models_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

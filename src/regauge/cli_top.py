@@ -8,7 +8,7 @@ import sys
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
+from urllib.parse import urlsplit, urlunsplit
 
 from regauge.errors import ConfigError, PeerLost, ProtocolError
 
@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 LIMIT_S = 5.0
 """Most seconds for one answer; the gateway itself gives each worker two."""
 MAX_ANSWER = 64 << 20
+MAX_MESSAGE = 500
+"""Characters of an error's text that are shown."""
+_NO_JSON = (UnicodeDecodeError, RecursionError)
+"""What msgspec raises beside its own errors for bytes that are no text, and for endless nesting."""
 MIN_INTERVAL_S = 0.1
 FILE_WIDTH = 160
 """Characters of a line where the output is no terminal and COLUMNS is not set."""
@@ -42,47 +46,51 @@ def arguments(top: argparse.ArgumentParser) -> None:
 class Gateway:
     """Where a gateway answers."""
 
-    host: str
-    port: int
-    tls: bool
-    prefix: str
     url: str
+    base: str
+    """The URL without query and fragment."""
 
     @classmethod
     def parse(cls, url: str) -> Gateway:
         """Read a URL. Raises ConfigError."""
         try:
             parts = urlsplit(url)
-            port = parts.port
+            _ = parts.port
         except ValueError as error:
-            raise ConfigError(f"--url {url}: {error}") from error
+            raise ConfigError(f"--url {plain(url)}: {error}") from error
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(f"--url {url}: give it as in http://127.0.0.1:8000")
-        tls = parts.scheme == "https"
-        return cls(parts.hostname, port or (443 if tls else 80), tls, parts.path.rstrip("/"), url)
+            raise ConfigError(f"--url {plain(url)}: give it as in http://127.0.0.1:8000")
+        return cls(plain(url), urlunsplit((*parts[:3], "", "")).rstrip("/"))
 
     def fetch(self, limit: int) -> bytes:
-        """Return the answer's JSON. Raises PeerLost when nothing answers, ProtocolError for another answer."""
-        import http.client  # costs more than `regauge --help` may take
+        """Return the answer's JSON, all of it within LIMIT_S. Raises PeerLost when nothing answers, ProtocolError for another answer."""
+        import asyncio
 
-        connect = http.client.HTTPSConnection if self.tls else http.client.HTTPConnection
-        connection = connect(self.host, self.port, timeout=LIMIT_S)
+        return asyncio.run(self._fetch(limit))
+
+    async def _fetch(self, limit: int) -> bytes:
+        import aiohttp  # costs more than `regauge --help` may take
+
+        body = bytearray()
         try:
-            connection.request("GET", f"{self.prefix}/debug/transfers?limit={limit}")
-            answer = connection.getresponse()
-            body = answer.read(MAX_ANSWER + 1)
-        except (OSError, http.client.HTTPException) as error:
+            async with (
+                aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=LIMIT_S), auto_decompress=False) as session,
+                session.get(f"{self.base}/debug/transfers?limit={limit}", allow_redirects=False) as answer,
+            ):
+                status = answer.status
+                while len(body) <= MAX_ANSWER and (part := await answer.content.readany()):
+                    body += part
+        except (OSError, aiohttp.ClientError, ValueError) as error:  # the last for a host that can be no name
+            late = isinstance(error, TimeoutError)
+            reason = f"not within {LIMIT_S:g} s" if late else plain(str(error)) or type(error).__name__
             raise PeerLost(
-                f"no gateway answers at {self.url} ({error or type(error).__name__}): is `regauge serve` running? "
-                "Name another with --url"
+                f"no gateway answers at {self.url} ({reason}): is `regauge serve` running? Name another with --url"
             ) from error
-        finally:
-            connection.close()
-        if answer.status != 200:
-            raise ProtocolError(f"{self.url} answers {answer.status}: {_message(body)}")
+        if status != 200:
+            raise ProtocolError(f"{self.url} answers {status}: {_message(bytes(body))}")
         if len(body) > MAX_ANSWER:
             raise ProtocolError(f"{self.url} answers more than {MAX_ANSWER} bytes")
-        return body
+        return bytes(body)
 
 
 def _message(body: bytes) -> str:
@@ -90,8 +98,8 @@ def _message(body: bytes) -> str:
     import msgspec
 
     try:
-        return str(msgspec.json.decode(body)["error"]["message"])
-    except (msgspec.DecodeError, KeyError, TypeError):
+        return plain(str(msgspec.json.decode(body)["error"]["message"])[:MAX_MESSAGE])
+    except (*_NO_JSON, msgspec.DecodeError, LookupError, TypeError):
         return repr(body[:80])
 
 
@@ -102,16 +110,18 @@ def _decode(body: bytes, url: str) -> Overview:
 
     try:
         return msgspec.json.decode(body, type=Overview)
-    except msgspec.DecodeError as error:
-        raise ProtocolError(f"{url} is no gateway of this version: {error}") from error
+    except (*_NO_JSON, msgspec.DecodeError) as error:
+        raise ProtocolError(f"{url} is no gateway of this version: {plain(str(error))}") from error
 
 
 def run(options: argparse.Namespace) -> int:
     """Show one look, or go on showing until Ctrl-C. Raises ConfigError, PeerLost, ProtocolError."""
     if not options.interval >= MIN_INTERVAL_S or options.interval == float("inf"):
         raise ConfigError(f"--interval {options.interval}: give at least {MIN_INTERVAL_S} seconds")
-    if not 1 <= options.limit <= 1_000:
-        raise ConfigError(f"--limit {options.limit}: give 1 to 1000")
+    from regauge.serve.debug import MAX_SHOWN
+
+    if not 1 <= options.limit <= MAX_SHOWN:
+        raise ConfigError(f"--limit {options.limit}: give 1 to {MAX_SHOWN}")
     gateway = Gateway.parse(options.url)
     body = gateway.fetch(options.limit)
     look = _decode(body, gateway.url)
@@ -152,3 +162,8 @@ def _watch(gateway: Gateway, look: Overview, interval: float, limit: int) -> int
                 live.update(render(look, before, note=note, width=console.width), refresh=True)
     except KeyboardInterrupt:
         return 0
+
+
+def plain(text: str) -> str:
+    """Return text that cannot steer a terminal: names and reasons come from other processes."""
+    return "".join(c if c.isprintable() else "?" for c in text)

@@ -11,6 +11,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from regauge.cli_top import plain
 from regauge.move.flow_types import LinkState as NicState
 from regauge.move.protocol import LegState, TransferState
 from regauge.move.state import LinkState, PoolState, Totals
@@ -34,7 +35,7 @@ def render(now: Overview, before: Overview | None = None, *, note: str = "", wid
     """
     head = Text.assemble(
         ("regauge ", "bold"), plain(now.version), f"   {plain(now.model)}   {plain(now.path)}",
-        f"   {now.requests} requests   {datetime.fromtimestamp(now.unix_s, UTC):%H:%M:%S} UTC",
+        f"   {now.requests} requests   {_clock(now.unix_s)} UTC",
     )  # fmt: skip
     parts: list[RenderableType] = [head]
     if note:
@@ -42,6 +43,13 @@ def render(now: Overview, before: Overview | None = None, *, note: str = "", wid
     for worker in now.workers:
         parts += ["", *_worker(worker, _earlier(worker, before), wide=width >= WIDE)]
     return Group(*parts)
+
+
+def _clock(unix_s: float) -> str:
+    try:
+        return f"{datetime.fromtimestamp(unix_s, UTC):%H:%M:%S}"
+    except (ValueError, OverflowError, OSError):  # the server's word for it, and no year that there is
+        return "-"
 
 
 def _earlier(worker: WorkerView, before: Overview | None) -> WorkerState | None:
@@ -229,8 +237,3 @@ def share(counts: list[int], cells: int) -> list[int]:
     out = [max(1, count * cells // whole) if count > 0 else 0 for count in counts]
     out[out.index(max(out))] += cells - sum(out)
     return out
-
-
-def plain(text: str) -> str:
-    """Return text that cannot steer a terminal: names and reasons come from other processes."""
-    return "".join(c if c.isprintable() else "?" for c in text)

@@ -6,6 +6,8 @@ Sizes are in tokens or bytes, times in seconds, as the field's name says.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from math import inf
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -18,20 +20,40 @@ Role = Literal["prefill", "decode"]
 TransportName = Literal["shm", "tcp", "mooncake", "nixl"]
 
 BUNDLED_MODEL = "smollm2-135m-instruct"
+MAX_S = 86_400.0
+"""Longest time limit, in seconds: what the system's timers take without question."""
+
+Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
+Limit = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
+Port = Annotated[int, msgspec.Meta(ge=1, le=65_535)]
+
+
+def _bound(
+    owner: msgspec.Struct, where: str, names: Sequence[str], *, least: float | None = None, most: float = inf
+) -> None:
+    """Raise ConfigError for the first of these fields that is not from `least` (None: above 0) to `most`, and finite."""
+    for name in names:
+        value = getattr(owner, name)
+        enough = value > 0 if least is None else value >= least  # neither is so for NaN
+        if not (enough and value < inf and value <= most):
+            low = "more than 0" if least is None else f"at least {least:g}"
+            high = "finite" if most == inf else f"at most {most:g}"
+            default = next(field.default for field in msgspec.structs.fields(owner) if field.name == name)
+            raise ConfigError(f"{where}.{name}: must be {low} and {high}, not {value}; leave it out for {default}")
 
 
 class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How one worker's local engine runs."""
 
-    pool_tokens: int = 16_384
+    pool_tokens: Count = 16_384
     """Tokens that the KV pool holds; rounded up to whole pages."""
-    max_context: int = 2_048
+    max_context: Count = 2_048
     """Most tokens of one request, prompt and answer together; capped by the model's own limit."""
-    max_batch: int = 32
+    max_batch: Count = 32
     """Most requests that decode together."""
-    chunk_tokens: int = 256
+    chunk_tokens: Count = 256
     """Most prompt tokens computed in one step (chunked prefill)."""
-    threads: int = 0
+    threads: Annotated[int, msgspec.Meta(ge=0, le=1_024)] = 0
     """CPU threads of the model's arithmetic; 0 means half of the cores, at least one."""
 
 
@@ -106,21 +128,18 @@ class FlowConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     others; the fewest misses, and the late ones wait long. "refuse": not taken if it is late on arrival, else as "last"."""
 
     def __post_init__(self) -> None:
-        times = (
-            self.nic_bytes_per_s,
-            self.rtt_s,
-            self.stall_s,
-            self.lease_s,
-            self.max_wait_s,
-            self.fair_s,
-            self.commit_s,
-        )
-        if self.quantum_bytes < 1 or self.overcommit < 1 or not min(times) > 0 or self.max_transfers < 1:
-            raise ConfigError("transfer.flow: sizes, rates and times must be more than 0, overcommit at least 1")
+        where = "transfer.flow"
+        times = ("rtt_s", "stall_s", "lease_s", "max_wait_s", "fair_s", "commit_s")
+        _bound(self, where, ("nic_bytes_per_s", *times))
+        _bound(self, where, ("quantum_bytes", "overcommit", "max_transfers"), least=1)
+        _bound(self, where, ("unscheduled_bytes", "unscheduled_budget_bytes", "urgent_s"), least=0)
         if not 0 < self.aged_share < 1:
-            raise ConfigError(f"transfer.flow: aged_share must be between 0 and 1, not {self.aged_share}")
-        if any(not weight > 0 for weight in self.shares.values()):
-            raise ConfigError("transfer.flow: shares must be more than 0; leave a tenant out for weight 1")
+            raise ConfigError(f"{where}.aged_share: must be between 0 and 1, not {self.aged_share}")
+        for tenant, weight in self.shares.items():
+            if not 0 < weight < inf:
+                raise ConfigError(
+                    f"{where}.shares.{tenant}: must be more than 0 and finite, not {weight}; leave it out for weight 1"
+                )
 
 
 class TransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -134,7 +153,7 @@ class TransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sides list theirs in the same order: the i-th is reached from the i-th."""
     control: str = ""
     """Plane of the control connections, likewise; empty: `host`."""
-    lanes: int = 1
+    lanes: Annotated[int, msgspec.Meta(ge=1, le=16)] = 1
     """`tcp`: streams to each peer, 1 to 16; more where one does not fill the link."""
     tls: TlsConfig | None = None
     """`tcp` and control: encrypt, and want certificates on both sides beside the key."""
@@ -142,13 +161,13 @@ class TransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """File of the pre-shared key, hexadecimal; empty: `regauge serve` makes one for its own workers."""
     mooncake: MooncakeConfig = MooncakeConfig()
     nixl: NixlConfig = NixlConfig()
-    staging_bytes: int = 64 << 20
+    staging_bytes: Annotated[int, msgspec.Meta(ge=4_096, le=1 << 40)] = 64 << 20
     """Bytes of the staging slab on each side; bounds the chunks that are in flight."""
     mode: Literal["auto", "fused", "mapped", "staged"] = "auto"
     """How chunks are written; auto: as the cost model says (see `regauge explain`)."""
     costs: str = ""
     """TOML file of the cost model's constants, as `regauge bench calibrate --out FILE` writes it; empty: the defaults."""
-    kernel_threads: int = 1
+    kernel_threads: Annotated[int, msgspec.Meta(ge=1, le=1_024)] = 1
     offer_s: float = 600.0
     """Most seconds that a request waits for the other side: an offer for its grant, a grant for its offer."""
     deadline_s: float = 120.0
@@ -160,29 +179,36 @@ class TransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     resume_s: float = 3.0
     """Most seconds that a transfer whose link broke waits for a new one; 0: it fails at once."""
 
+    def __post_init__(self) -> None:
+        _bound(self, "transfer", ("offer_s", "deadline_s", "lease_s"), most=MAX_S)
+        _bound(self, "transfer", ("resume_s",), least=0, most=MAX_S)
+
 
 class LimitsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What the gateway accepts."""
 
-    max_queue: int = 512
+    max_queue: Count = 512
     """Requests in the house at once; one more is answered 429."""
-    max_body_bytes: int = 4 << 20
-    default_max_tokens: int = 256
+    max_body_bytes: Count = 4 << 20
+    default_max_tokens: Count = 256
     """Answer length of a chat request that names none, in tokens."""
     request_timeout_s: float = 600.0
     """Most seconds from a request's arrival to its last token."""
+
+    def __post_init__(self) -> None:
+        _bound(self, "limits", ("request_timeout_s",), most=MAX_S)
 
 
 class QualityLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a conversion may do to a model's answers, each against both controls; docs/numerics.md says why these values."""
 
-    max_kl: float = 0.015
+    max_kl: Limit = 0.015
     """Nats, mean over positions."""
-    min_agreement: float = 0.91
+    min_agreement: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.91
     """Share of positions with the same most likely token."""
-    max_perplexity_ratio: float = 1.02
+    max_perplexity_ratio: Limit = 1.02
     """Perplexity after the crossing by the control's."""
-    min_positions: int = 256
+    min_positions: Count = 256
     """Positions below which the figures are noise."""
 
 
@@ -203,7 +229,7 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     model: str = BUNDLED_MODEL
     """The bundled model's name, a Hugging Face folder, or a hub name."""
     host: str = "127.0.0.1"
-    port: int = 8_000
+    port: Port = 8_000
     prefill_layout: str = "fp8_e4m3,page=64,hnd"
     decode_layout: str = "bf16,page=16,nhd"
     prefill: EngineConfig = EngineConfig()

@@ -50,6 +50,7 @@ REASONS: Final = (
     "corrupted",
     "deadline",
     "fault",
+    "flow",
     "lease",
     "link",
     "mismatch",

@@ -8,11 +8,14 @@ from typing import get_args, get_type_hints
 
 import pytest
 
+from regauge.config import FlowConfig
 from regauge.errors import TransferFailed
 from regauge.move import messages as m
+from regauge.move.flow import ReceiverFlow
+from regauge.move.flow_types import NicLimits
 from regauge.move.inleg import InLeg
 from regauge.move.outleg import LinkTerms, OutLeg
-from regauge.move.protocol import Action, Check, Failed, Part
+from regauge.move.protocol import Action, Check, Failed, Part, Send
 from regauge.move.reasons import _CLASSES, reason_class
 from regauge.move.receiver import Receiver
 from regauge.move.sender import Sender
@@ -82,6 +85,22 @@ def never_relinked() -> Iterable[Action]:
     return s.tick(4.0)
 
 
+def crowded() -> list[list[Action]]:
+    """What prefill and then decode do about the second transfer where flow control takes one."""
+    flow = ReceiverFlow([NicLimits("n", 1e9)], limits=FlowConfig(max_transfers=1))
+    r, s = Receiver(lease_s=5.0, flow=flow, **TIMES), sender()
+    r.link_up("p", [PART], "first", 0.0)
+    for name in ("w", "x"):
+        r.expect(name, ["p"], 8, [m.Table([0, 1])], 0.0)
+        actions = r.on_message("p", m.Offer(name, 8), 0.0)
+    [abort] = [a.message for a in actions if isinstance(a, Send) and isinstance(a.message, m.Abort)]
+    for grant in (a.message for a in actions if isinstance(a, Send) and isinstance(a.message, m.Grant)):
+        s.on_message("d", grant, 0.0)
+    near = s.on_message("d", abort, 0.0)
+    [answer] = [a.message for a in near if isinstance(a, Send)]
+    return [near, r.on_message("p", answer, 0.0)]
+
+
 def refused() -> Iterable[Action]:
     s = sender()
     s.link_lost("d", "lost", 0.0)
@@ -96,6 +115,8 @@ CASES: list[tuple[str, Callable[[], Iterable[Action]]]] = [
     ("link", not_relinked),
     ("link", never_relinked),
     ("refused", refused),
+    ("flow", lambda: crowded()[0]),
+    ("flow", lambda: crowded()[1]),
     ("lease", lambda: receiver().tick(6.0)),
     ("deadline", lambda: receiver(offered=0).tick(61.0)),
     ("deadline", lambda: sender().tick(61.0)),

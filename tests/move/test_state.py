@@ -11,7 +11,7 @@ from test_links import both, mark_all, settle
 from regauge.errors import AuthError, PeerLost, ProtocolError, Refused, TransferFailed
 from regauge.move.ledger import Ledger
 from regauge.move.protocol import Check
-from regauge.move.state import PoolState, Totals, inbound_links, outbound_links, pool_states, session_states
+from regauge.move.state import PoolState, Totals, pool_states, session_states
 
 pytestmark = pytest.mark.anyio
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.anyio
 @pytest.mark.parametrize("kind", ["shm", "tcp"])
 async def test_both_ends_of_a_link_and_its_pages_are_shown(kind: str) -> None:
     async with both(kind=kind) as b:
-        assert (inbound_links(b.into), outbound_links(b.out)) == ([], [])
+        assert (b.into.links(), b.out.links()) == ([], [])
         ledger = Ledger()
         arrival, sent = b.expect("x", 100), await b.offer("x", 100)
         for future in (arrival, sent.finished):
@@ -27,13 +27,13 @@ async def test_both_ends_of_a_link_and_its_pages_are_shown(kind: str) -> None:
         await sent.wait_granted()
         sent.ready((0, 1), (0, 100))
         await settle(lambda: b.into.transfers()[0].legs[0].progress > 0)
-        [into], [out] = inbound_links(b.into), outbound_links(b.out)
+        [into], [out] = b.into.links(), b.out.links()
         assert (into.peer, into.state, into.path, into.modes) == ("p", "up", "CONVERT", out.modes)
         assert (out.peer, out.state, out.path) == ("d", "up", "CONVERT")
         assert into.session == out.session == b.out._links["d"].data.sessions[0][:8]
         assert 0 <= into.up_s < 20
         slots = b.out._links["d"].writer.terms().slots
-        await settle(lambda: outbound_links(b.out)[0].free_slots == slots)
+        await settle(lambda: b.out.links()[0].free_slots == slots)
         assert (into.resent, into.resumed, into.free_slots) == (0, 0, None)
         assert pool_states([b.pool]) == [PoolState(24, 16, 17, 7, 0, 0)]
         [session] = session_states(b.into._rails)
@@ -45,7 +45,7 @@ async def test_both_ends_of_a_link_and_its_pages_are_shown(kind: str) -> None:
         await sent.done()
         assert pool_states([b.pool])[0].committed == 7
         assert ledger.totals() == Totals(2, 2 * wire_bytes, {}, 0, 0)
-    assert (inbound_links(b.into), outbound_links(b.out)) == ([], [])
+    assert (b.into.links(), b.out.links()) == ([], [])
 
 
 async def test_a_link_that_broke_is_shown_and_legs_that_went_on_are_counted_once() -> None:
@@ -56,17 +56,42 @@ async def test_a_link_that_broke_is_shown_and_legs_that_went_on_are_counted_once
         sent.ready((0, 1), (0, 100))
         await settle(lambda: b.into.transfers()[0].legs[0].progress > 0)
         b.out._links["d"].channel.close()
-        await settle(lambda: [link.state for link in outbound_links(b.out)] != ["up"])
-        assert {link.state for link in outbound_links(b.out)} <= {"closing", "relinking"}
-        await settle(lambda: [link.state for link in outbound_links(b.out)] == ["up"])
+        await settle(lambda: [link.state for link in b.out.links()] != ["up"])
+        assert {link.state for link in b.out.links()} <= {"closing", "relinking"}
+        await settle(lambda: [link.state for link in b.out.links()] == ["up"])
         sent.ready((1, 3), (0, 100))
         sent.finish(b"")
         await asyncio.wait_for(arrival, 20)
-        [link] = inbound_links(b.into)
+        [link] = b.into.links()
         assert (link.state, link.resumed, link.resent) == ("up", 1, 0)
         for _ in range(2):
             ledger.read(b.into)
             assert ledger.totals().resumed == 1
+
+
+async def test_what_ended_links_have_counted_is_kept_however_many_there_were_between_two_readings() -> None:
+    async with both(kind="tcp") as b:
+        ledger = Ledger()
+        arrival, sent = b.expect("x", 100), await b.offer("x", 100)
+        await sent.wait_granted()
+        for layer in range(2):
+            sent.ready((layer, layer + 1), (0, 100))
+            await settle(lambda done=(layer + 1) / 3: b.into.transfers()[0].legs[0].progress >= done - 1e-9)
+            link = b.out._links["d"]
+            link.channel.close()
+            await settle(lambda old=link: b.out._links.get("d") not in (None, old))
+        sent.ready((2, 3), (0, 100))
+        sent.finish(b"")
+        await asyncio.wait_for(arrival, 20)
+        [link] = b.into.links()
+        assert link.resumed == 1
+        for _ in range(2):
+            ledger.read(b.into)
+            assert ledger.totals().resumed == 2
+        b.out._links["d"].channel.close()
+        await settle(lambda: b.into.links() == [])
+        ledger.read(b.into)
+        assert ledger.totals().resumed == 2
 
 
 async def test_a_writer_that_cannot_be_fenced_yet_is_shown_with_its_quarantined_pages() -> None:
@@ -79,11 +104,11 @@ async def test_a_writer_that_cannot_be_fenced_yet_is_shown_with_its_quarantined_
         b.out._links["d"].channel.close()
         with pytest.raises(TransferFailed):
             await arrival
-        assert [x.state for x in inbound_links(b.into)] == ["fencing"]
+        assert [x.state for x in b.into.links()] == ["fencing"]
         assert pool_states([b.pool])[0].quarantined == 7
         held.set()
         await settle(lambda: b.pool.free == 24)
-        assert inbound_links(b.into) == []
+        assert b.into.links() == []
 
 
 async def _until(event: asyncio.Event) -> None:
@@ -108,7 +133,7 @@ async def test_a_chunk_that_is_asked_for_again_is_counted_at_its_link() -> None:
         mark_all(sent, 40)
         sent.finish(b"")
         await asyncio.wait_for(arrival, 20)
-        assert inbound_links(b.into)[0].resent == 1
+        assert b.into.links()[0].resent == 1
         ledger.read(b.into)
         assert ledger.totals().resent == 1
 

@@ -53,7 +53,7 @@ class Served:
 
 
 def launch(tmp: Path, *arguments: str) -> Served:
-    port = free_ports("127.0.0.1", 1)[0]
+    [port] = free_ports("127.0.0.1")
     log = tmp / "log"
     with log.open("wb") as out:
         process = subprocess.Popen(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
 import json
 import signal
 import socket
@@ -39,7 +41,7 @@ def config(tmp_path: Path) -> ServeConfig:
     (folder / "model.safetensors").write_bytes(b"")
     (folder / "tokenizer.json").write_text("{}")
     (folder / "tokenizer_config.json").write_text("{}")
-    return ServeConfig(model=str(folder), port=free_ports("127.0.0.1", 1)[0], decode=EngineConfig(pool_tokens=100))
+    return ServeConfig(model=str(folder), port=free_ports("127.0.0.1")[0], decode=EngineConfig(pool_tokens=100))
 
 
 def test_a_deployment_is_planned_with_its_verdict(config: ServeConfig) -> None:
@@ -93,8 +95,22 @@ def test_a_port_or_host_that_cannot_be_had_is_named(config: ServeConfig) -> None
         pytest.raises(ConfigError, match=f"port {config.port} on 127.0.0.1"),
     ):
         plan_deployment(config, print)
-    with pytest.raises(ConfigError, match=r"transfer.host '203\.0\.113\.7' cannot be bound"):
-        free_ports("203.0.113.7", 1)
+
+
+@pytest.mark.parametrize("setting", ["host", "control"])
+@pytest.mark.parametrize(
+    ("address", "why"),
+    [
+        ("203.0.113.7", r"203\.0\.113\.7 cannot be bound: .*; give an address of this machine"),
+        ("no such", "it has 127"),
+    ],
+)
+def test_a_control_plane_that_cannot_be_had_is_named_by_its_setting(
+    config: ServeConfig, setting: str, address: str, why: str
+) -> None:
+    transfer = TransferConfig(**{setting: address})
+    with pytest.raises(ConfigError, match=rf"transfer\.{setting} '{address}': .*{why}"):
+        plan_deployment(msgspec.structs.replace(config, transfer=transfer), print)
 
 
 def test_workers_get_the_key_of_the_file_and_the_address_of_the_control_plane(
@@ -111,9 +127,61 @@ def test_workers_get_the_key_of_the_file_and_the_address_of_the_control_plane(
     assert {spec.peers["decode-0"][0] for spec in own} == {"127.0.0.1"}
     assert len({spec.key for spec in other}) == 1
     assert "ab" * 32 not in {spec.key for spec in other}
+    assert "ab" * 32 not in repr(deployment)
     key.chmod(0o644)
     with pytest.raises(ConfigError, match="others can read this private key"):
+        plan_deployment(msgspec.structs.replace(config, transfer=transfer), print)
+
+
+def test_nothing_is_left_behind_where_a_deployment_cannot_be_written(
+    config: ServeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "own"))
+    deployment = dataclasses.replace(plan_deployment(config, print), control="203.0.113.7")  # it was there a moment ago
+    with pytest.raises(ConfigError, match=r"203\.0\.113\.7 cannot be bound"):
         Supervisor(deployment, print)
+    assert list((tmp_path / "own").iterdir()) == []
+
+
+def test_workers_answer_on_loopback_wherever_the_control_plane_is(
+    config: ServeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ports that are taken on loopback, and free on the control plane, are none for the workers' HTTP."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    asked: list[tuple[str, ...]] = []
+
+    def listening(*hosts: str) -> list[int]:
+        asked.append(hosts)
+        return free_ports(*hosts)
+
+    deployment = plan_deployment(msgspec.structs.replace(config, transfer=TransferConfig(host="127.0.0.2")), print)
+    monkeypatch.setattr("regauge.serve.supervisor.free_ports", listening)
+    specs = {spec.role: spec for spec in read_specs(Supervisor(deployment, print))}
+    assert asked == [("127.0.0.1", "127.0.0.1", "127.0.0.2")]
+    assert specs["prefill"].peers == {"decode-0": ("127.0.0.2", specs["decode"].control_port)}
+    assert len({specs["prefill"].port, specs["decode"].port}) == 2
+
+
+@pytest.mark.anyio
+async def test_everything_is_ended_though_nobody_reads_what_is_said(
+    config: ServeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "own"))
+
+    def closed(text: str) -> None:
+        raise BrokenPipeError(text)
+
+    supervisor = Supervisor(plan_deployment(config, print), closed)
+    for child in supervisor.children.values():
+        child.module = "timeit"  # ends at once: it has no such option
+    with pytest.raises(BrokenPipeError):
+        await asyncio.wait_for(supervisor.run(), 60)
+    assert all(
+        child.process is not None and child.process.returncode is not None for child in supervisor.children.values()
+    )
+    assert list((tmp_path / "own").iterdir()) == []
 
 
 def read_specs(supervisor: Supervisor) -> list[wire.WorkerSpec]:
@@ -130,4 +198,4 @@ def test_ends_are_told_in_words() -> None:
 def test_urls() -> None:
     assert base_url(ServeConfig()) == "http://127.0.0.1:8000"
     assert base_url(ServeConfig(host="::1", port=1)) == "http://[::1]:1"
-    assert len(set(free_ports("127.0.0.1", 5))) == 5
+    assert len(set(free_ports(*["127.0.0.1"] * 5))) == 5

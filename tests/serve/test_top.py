@@ -8,6 +8,8 @@ import pty
 import re
 import signal
 import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 
 import msgspec
 import pytest
@@ -15,6 +17,8 @@ from serve_rig import Rig, free_port, open_rig
 from test_debug import transfer
 
 from regauge.cli import main
+from regauge.cli_top import Gateway
+from regauge.errors import PeerLost
 from regauge.move.state import Totals
 from regauge.serve.debug import Overview
 from regauge.serve.text import Tokenizer
@@ -115,6 +119,90 @@ def test_no_gateway_and_wrong_options_are_named(capsys: pytest.CaptureFixture[st
         (("--interval", "0"), "--interval 0.0: give at least 0.1 seconds"),
         (("--interval", "nan"), "--interval nan"),
         (("--limit", "0"), "--limit 0: give 1 to 1000"),
+        (("--limit", "1001"), "--limit 1001: give 1 to 1000"),
+        (("--url", "http://[::1"), "--url http://[::1: Invalid IPv6 URL"),
+        (("--url", "http://\x1b[2J"), "--url http://?[2J: "),
     ):
         assert main(["top", *options]) == 2
         assert word in capsys.readouterr().err
+
+
+@asynccontextmanager
+async def odd_server(answer: bytes, *, drip: bytes = b"") -> AsyncIterator[str]:
+    """Yield the URL of a server that answers so whatever is asked; with `drip` it then goes on for ever, 50 times a second."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(answer)
+        gone = asyncio.ensure_future(reader.read())
+        with suppress(ConnectionError):
+            while drip and not (await asyncio.wait([gone], timeout=0.02))[0]:
+                writer.write(drip)
+                await writer.drain()
+        writer.close()
+        gone.cancel()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
+def http(body: bytes, status: str = "200 OK") -> bytes:
+    return b"HTTP/1.1 %s\r\ncontent-length: %d\r\n\r\n%s" % (status.encode(), len(body), body)
+
+
+DEEP = b"[" * 100_000
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        (http(DEEP), "is no gateway of this version: "),
+        (http(b'{"version": "\xff"}'), "is no gateway of this version: "),
+        (http(b"\xff\xfe"), "is no gateway of this version: "),
+        (http(DEEP, "500 No"), r"answers 500: b'\[\["),
+        (http(b'{"error": {"message": "\xff"}}', "500 No"), "answers 500: b'"),
+        (http(b'{"error": []}', "404 No"), "answers 404: b'"),
+        (http(b'{"error": {"message": "a\\u001b[2J\\nb"}}', "404 No"), r"answers 404: a\?\[2J\?b$"),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\n{", "no gateway answers at"),
+        (b"HTTP/1.1 200 OK\r\nx: " + b"y" * 1_000_000, "no gateway answers at"),
+        (b"SSH-2.0-OpenSSH\r\n", "no gateway answers at"),
+        (b"", "no gateway answers at"),
+    ],
+)
+async def test_what_an_odd_server_answers_is_said_in_one_line(
+    answer: bytes, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with odd_server(answer) as url:
+        assert await asyncio.to_thread(main, ["top", "--once", "--url", url]) == 1
+    err = capsys.readouterr().err
+    assert re.search(says, err.rstrip("\n"))
+    assert err.count("\n") == 1
+    assert err.startswith("regauge: error: ")
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("answer", "drip"),
+    [
+        (b"HTTP/1.1 200 OK\r\nx: ", b"y"),
+        (b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n", b"1\r\n \r\n"),
+        (b"", b"HTTP/1.1 100 Continue\r\n\r\n"),
+    ],
+)
+async def test_a_server_that_never_comes_to_an_end_is_given_up(
+    answer: bytes, drip: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("regauge.cli_top.LIMIT_S", 0.3)
+    async with odd_server(answer, drip=drip) as url:
+        with pytest.raises(PeerLost, match=r"\(not within 0\.3 s\)"):
+            await asyncio.to_thread(Gateway.parse(url).fetch, 1)
+
+
+@pytest.mark.parametrize("host", ["a..b", "é" * 80, "x" * 300])
+def test_a_host_that_is_no_name_is_said_in_one_line(host: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["top", "--url", f"http://{host}:1"]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("regauge: error: no gateway answers at")
+    assert err.count("\n") == 1

@@ -182,6 +182,7 @@ class SendingEnd(Bridge):
         self, name: str, key: bytes, memory: Borrowed, config: TransferConfig, *, judge: Judge = check
     ) -> None:
         super().__init__(name, key, config)
+        self._groups = len(memory.layout.groups)
         self._sending: dict[str, _Sending] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -242,8 +243,7 @@ class SendingEnd(Bridge):
 
     async def _send(self, transfer: str, peers: Mapping[str, Address], tokens: int) -> None:
         sending = self._sending[transfer]
-        groups = len(self.links.memory.layout.groups)
-        nowhere = [PageTable(np.empty(0, np.int64)) for _ in range(groups)]
+        nowhere = [PageTable(np.empty(0, np.int64)) for _ in range(self._groups)]
         try:
             out = await self.links.start(transfer, peers, nowhere, tokens, sending.quiet.set)
         except RegaugeError as error:

@@ -11,7 +11,7 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import structlog
@@ -31,15 +31,17 @@ from regauge.move import prepared, tls
 from regauge.move.channel import HELLO_S, Channel, Door, decode_layout, encode_layout
 from regauge.move.crossing import Borrowed, Checker, Crossing, PageTable
 from regauge.move.flow import ReceiverFlow
-from regauge.move.flow_types import LinkState, NicLimits
+from regauge.move.flow_types import LinkState as NicState
+from regauge.move.flow_types import NicLimits
 from regauge.move.lending import Lending
+from regauge.move.links import InLink
 from regauge.move.memory import Slab
 from regauge.move.pages import Pages
 from regauge.move.plane import resolve
 from regauge.move.protocol import Action, Check, Delivered, Failed, FenceLink, Released, Send, TransferState
 from regauge.move.rails import Rails
 from regauge.move.receiver import Receiver
-from regauge.move.transport import Region as SlabRegion
+from regauge.move.state import LinkState
 from regauge.plan import Judge, Plan, check
 from regauge.plan.cost import Mode
 from regauge.plan.ranks import lacking, leg
@@ -54,24 +56,6 @@ MIN_SLOT = 1 << 20
 MAX_SLOTS = 4
 MAX_GREETING = 32
 """Connections that may authenticate at once; a prefill worker whose connection is dropped tries again."""
-
-
-@dataclass(eq=False)
-class _Link:
-    peer: str
-    channel: Channel
-    staging: Slab
-    regions: tuple[SlabRegion, ...]
-    """Of the staging slab, on each NIC."""
-    checker: Checker
-    path: str
-    modes: tuple[Mode, ...]
-    """How each pair of state groups is written."""
-    sessions: list[str]
-    instance: str
-    thread: ThreadPoolExecutor
-    checks: set[asyncio.Task[None]] = field(default_factory=set)
-    fencing: bool = False
 
 
 @dataclass(eq=False)
@@ -117,11 +101,13 @@ class InboundLinks:
         self._lending = Lending(rails)
         self._tls = tls.from_config(config.tls)
         self._judge = judge
-        self._links: dict[str, _Link] = {}
-        self._gone: dict[str, _Link] = {}
+        self._links: dict[str, InLink] = {}
+        self._gone: dict[str, InLink] = {}
         """Links whose control connection has ended and whose writer is not fenced yet."""
-        self._last: dict[str, _Link] = {}
+        self._last: dict[str, InLink] = {}
         """The newest link of each peer, up or not."""
+        self._resent = self._resumed = 0
+        """Of links whose control connection has ended."""
         self._settled = asyncio.Condition()
         """Notified when a link has ended and been fenced."""
         self._incoming: dict[str, _Incoming] = {}
@@ -181,12 +167,21 @@ class InboundLinks:
         """Describe each transfer that is not over."""
         return self.receiver.transfers(time.monotonic())
 
+    def links(self) -> list[LinkState]:
+        """Describe each link, those included that are gone and not fenced yet."""
+        return [x.state("up") for x in self._links.values()] + [x.state("fencing") for x in self._gone.values()]
+
+    def repeated(self) -> tuple[int, int]:
+        """Count chunks that were asked for again and legs that went on over a new link, over all links since the start."""
+        up = [link.channel for link in self._links.values()]
+        return self._resent + sum(x.resent for x in up), self._resumed + sum(x.resumed for x in up)
+
     def cancel(self, transfer: str, reason: str) -> None:
         """The request is over; a transfer that has ended already is ignored."""
         self._run(self.receiver.cancel(transfer, reason, time.monotonic()))
 
-    def flow(self) -> list[LinkState]:
-        """Describe what each NIC of this side has granted and what waits for it; empty without flow control."""
+    def flow(self) -> list[NicState]:
+        """Describe what each NIC of this side has granted and what waits for it."""
         return [] if self.receiver.flow is None else self.receiver.flow.links()
 
     def _cover(self, transfer: str) -> None:
@@ -259,7 +254,7 @@ class InboundLinks:
             gone.fencing = True
             self._spawn(self._fence_gone(gone))
 
-    async def _fence_gone(self, link: _Link) -> None:
+    async def _fence_gone(self, link: InLink) -> None:
         while not await asyncio.to_thread(self._rails.fence_inbound, link.sessions, FENCE_S):
             log.warning("a writer cannot be fenced yet; its pages stay quarantined", peer=link.peer)
             await asyncio.sleep(TICK_S)  # where the answer comes at once
@@ -281,7 +276,7 @@ class InboundLinks:
 
     async def _accept(self, sock: socket.socket) -> None:
         channel: Channel | None = None
-        link: _Link | None = None
+        link: InLink | None = None
         reason = "closed"
         try:
             channel = await Channel.accept(sock, self._key, tls=self._tls)
@@ -303,11 +298,13 @@ class InboundLinks:
             if link is not None:
                 del self._links[link.peer]
                 self._gone[link.peer] = link
+                self._resent += link.channel.resent
+                self._resumed += link.channel.resumed
                 self._run(
                     self.receiver.link_lost(link.peer, f"lost prefill worker {link.peer}: {reason}", time.monotonic())
                 )
 
-    async def _greet(self, channel: Channel) -> _Link:
+    async def _greet(self, channel: Channel) -> InLink:
         hello = await channel.hello()
         try:
             if hello.role != "prefill":
@@ -341,7 +338,7 @@ class InboundLinks:
         except TimeoutError:
             raise ProtocolError(f"the last connection of {worker} cannot be fenced yet; try again later") from None
 
-    async def _finish_greeting(self, channel: Channel, hello: m.Hello, plan: Plan, staging: Slab) -> _Link:
+    async def _finish_greeting(self, channel: Channel, hello: m.Hello, plan: Plan, staging: Slab) -> InLink:
         slots = max(1, min(MAX_SLOTS, staging.nbytes // MIN_SLOT))
         offered = m.Staging(staging.address, staging.nbytes // slots // 64 * 64, slots)
         regions = self._rails.register(staging)  # by name: of two connections of one worker at once, one fails here
@@ -366,10 +363,10 @@ class InboundLinks:
                 reason = f"{hello.worker} did not open its data connection within {READY_S:g} s"
                 raise DeadlineExceeded(reason) from error
             raise
-        return _Link(hello.worker, channel, staging, regions, checker, plan.verdict.path, tuple(ready.modes), ready.sessions,
+        return InLink(hello.worker, channel, staging, regions, checker, plan.verdict.path, tuple(ready.modes), ready.sessions,
                      hello.instance, ThreadPoolExecutor(1, thread_name_prefix=f"check-{hello.worker}"))  # fmt: skip
 
-    async def _check(self, link: _Link, chunk: Check) -> None:
+    async def _check(self, link: InLink, chunk: Check) -> None:
         incoming = self._incoming.get(chunk.transfer)
         error, agrees = "", True
         if incoming is not None:

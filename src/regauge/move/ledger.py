@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from weakref import WeakKeyDictionary
 
-from regauge.move.channel import Channel
 from regauge.move.inbound import Arrival, InboundLinks
 from regauge.move.protocol import Delivered
 from regauge.move.reasons import reason_class
@@ -22,7 +20,6 @@ class Ledger:
         self._failed: Counter[str] = Counter()
         self._resent = 0
         self._resumed = 0
-        self._read: WeakKeyDictionary[Channel, tuple[int, int]] = WeakKeyDictionary()
 
     def watch(self, transfer: asyncio.Future[Arrival] | asyncio.Future[Delivered]) -> None:
         """Count a transfer's end once it comes."""
@@ -42,15 +39,8 @@ class Ledger:
         self._wire_bytes += transfer.result().wire_bytes
 
     def read(self, links: InboundLinks) -> None:
-        """Take in what was sent again and resumed since the last reading.
-
-        A link that is replaced twice between two readings takes its figures with it.
-        """
-        for link in links._last.values():
-            resent, resumed = self._read.get(link.channel, (0, 0))
-            self._read[link.channel] = (link.channel.resent, link.channel.resumed)
-            self._resent += link.channel.resent - resent
-            self._resumed += link.channel.resumed - resumed
+        """Take in how much has been sent again and resumed."""
+        self._resent, self._resumed = links.repeated()
 
     def totals(self) -> Totals:
         """Return the counts."""

@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from regauge.move.channel import Channel, decode_layout, encode_layout
 from regauge.move.costs import read
 from regauge.move.crossing import DEPTH, Borrowed, Crossing, PageTable, Terms, Writer, exports
 from regauge.move.flow_sender import Pace
+from regauge.move.links import OutLink
 from regauge.move.memory import Slab
 from regauge.move.outgoing import Outgoing
 from regauge.move.plane import Plane, resolve
@@ -41,6 +42,7 @@ from regauge.move.protocol import (
 )
 from regauge.move.rails import Connections, Rails
 from regauge.move.sender import Sender
+from regauge.move.state import LinkState
 from regauge.move.threads import in_thread
 from regauge.move.transport import Region
 from regauge.plan import Judge, Plan, check
@@ -62,22 +64,6 @@ GATHER_THREADS = 2
 Address = tuple[str, int]
 
 
-@dataclass(eq=False)
-class _Link:
-    peer: str
-    channel: Channel
-    data: Connections
-    writer: Writer
-    slot: Slab | None
-    regions: tuple[Region, ...]
-    """Of the slot."""
-    thread: ThreadPoolExecutor
-    instance: str
-    task: asyncio.Task[None] | None = None
-    writes: set[asyncio.Task[None]] = field(default_factory=set)
-    closing: bool = False
-
-
 class OutboundLinks:
     """All links of a prefill rank."""
 
@@ -94,15 +80,15 @@ class OutboundLinks:
         )
         self._name = name
         self._key = key
-        self.memory = memory
+        self._memory = memory
         self._rails = rails
         self._config = config
         self._tls = tls.from_config(config.tls)
         self._constants = read(Path(config.costs)) if config.costs else DEFAULTS
         self._judge = judge
-        self._links: dict[str, _Link] = {}
+        self._links: dict[str, OutLink] = {}
         self._addresses: dict[str, Address] = {}
-        self._opening: dict[str, asyncio.Task[_Link]] = {}
+        self._opening: dict[str, asyncio.Task[OutLink]] = {}
         self._relinking: dict[str, asyncio.Task[None]] = {}
         self._transfers: dict[str, Outgoing] = {}
         self._ticker: asyncio.Task[None] | None = None
@@ -141,6 +127,11 @@ class OutboundLinks:
     def transfers(self) -> list[TransferState]:
         """Describe each transfer that is not over."""
         return self.sender.transfers(time.monotonic())
+
+    def links(self) -> list[LinkState]:
+        """Describe each link, and the peers that transfers wait for."""
+        up = [link.state(self.sender.free_slots(link.peer)) for link in self._links.values()]
+        return up + [LinkState(peer, "relinking") for peer in self._relinking if peer not in self._links]
 
     def run(self, actions: Iterable[Action]) -> None:
         """Carry actions out."""
@@ -197,7 +188,7 @@ class OutboundLinks:
             link.channel.close()
         await asyncio.gather(*(link.task for link in links if link.task), return_exceptions=True)
 
-    async def _link(self, peer: str, address: Address) -> _Link:
+    async def _link(self, peer: str, address: Address) -> OutLink:
         """Return the link to a peer, once it stands: who asks, and is cancelled, leaves it to the others and to those to come."""
         link = self._links.get(peer)
         if link is not None and not link.closing:
@@ -208,7 +199,7 @@ class OutboundLinks:
             task.add_done_callback(lambda done: self._opening.pop(peer) and (done.cancelled() or done.exception()))
         return await asyncio.shield(task)
 
-    async def _make(self, peer: str, address: Address) -> _Link:
+    async def _make(self, peer: str, address: Address) -> OutLink:
         old = self._links.get(peer)
         if old is not None and old.task is not None:
             await asyncio.wait([old.task])
@@ -238,7 +229,7 @@ class OutboundLinks:
         finally:
             del self._relinking[peer]
 
-    async def _open(self, peer: str, address: Address) -> _Link:
+    async def _open(self, peer: str, address: Address) -> OutLink:
         channel = await Channel.open(*address, self._key, plane=await self._plane(), tls=self._tls)
         try:
             channel.send(
@@ -247,7 +238,7 @@ class OutboundLinks:
                     self._name,
                     self._rails.session,
                     "prefill",
-                    encode_layout(self.memory.layout),
+                    encode_layout(self._memory.layout),
                     self._rails.export(),
                 )
             )
@@ -255,7 +246,7 @@ class OutboundLinks:
             if hello.worker != peer or hello.role != "decode":
                 raise ProtocolError(f"{address} is {hello.role} worker {hello.worker!r}, not decode worker {peer!r}")
             layout = decode_layout(hello.layout)
-            verdict = self._judge(self.memory.layout, layout)
+            verdict = self._judge(self._memory.layout, layout)
             if verdict.path == "REFUSED":
                 raise Refused(tuple(str(r) for r in verdict.refusals))
             plan = await asyncio.to_thread(self._plan, peer, layout)
@@ -270,12 +261,12 @@ class OutboundLinks:
         return await asyncio.to_thread(resolve, self._config.control or self._config.host)
 
     def _plan(self, peer: str, layout: Layout) -> Plan:
-        plan = leg(self.memory.layout, layout)
+        plan = leg(self._memory.layout, layout)
         if not plan.lanes:
             raise Refused((f"nothing of what {peer} keeps is sent from {self._name}: leave it out of the transfer",))
         return plan
 
-    def _prepare(self, hello: m.Hello, channel: Channel, data: Connections, plan: Plan) -> _Link:
+    def _prepare(self, hello: m.Hello, channel: Channel, data: Connections, plan: Plan) -> OutLink:
         peer, staging = hello.worker, hello.staging
         slot: Slab | None = None
         regions: tuple[Region, ...] = ()
@@ -285,19 +276,19 @@ class OutboundLinks:
                 regions = self._rails.register(slot)
             setting = Setting(
                 self._rails.medium, mode=self._config.mode, reachable=exports(plan.decode, data.peers[0]),
-                registered=self.memory.reachable,
+                registered=self._memory.reachable,
             )  # fmt: skip
             terms = Terms(self._rails.caps.maps_memory, setting, self._constants)
             keys = TransferKeys(self._key, data.sessions[0])
             crossing = Crossing(plan, keys, threads=self._config.kernel_threads)
-            writer = Writer(crossing, self.memory, data.peers, staging, terms=terms, slot=slot)
+            writer = Writer(crossing, self._memory, data.peers, staging, terms=terms, slot=slot)
             log.info("link opened", peer=peer, modes=writer.modes, why=writer.why)
         except BaseException:  # undone whatever broke
             data.close()
             self._withdraw(slot, regions)
             raise
         threads = ThreadPoolExecutor(min(GATHER_THREADS, writer.depth), thread_name_prefix=f"write-{peer}")
-        return _Link(peer, channel, data, writer, slot, regions, threads, hello.instance)
+        return OutLink(peer, channel, data, writer, slot, regions, threads, hello.instance)
 
     def _slot(self, peer: str, staging: m.Staging) -> Slab:
         if staging.slot_bytes > (most := self._config.staging_bytes):
@@ -306,12 +297,12 @@ class OutboundLinks:
             )
         return Slab(DEPTH * staging.slot_bytes, f"slot:{peer}")
 
-    def _drop(self, link: _Link) -> None:
+    def _drop(self, link: OutLink) -> None:
         link.thread.shutdown(wait=False)
         link.data.close()
         self._withdraw(link.slot, link.regions)
 
-    async def _serve(self, link: _Link) -> None:
+    async def _serve(self, link: OutLink) -> None:
         """Read the link's messages until it ends, then let its transfers wait for a new one once nothing is in flight."""
         reason = f"the link to {link.peer} was closed"
         try:
@@ -330,7 +321,7 @@ class OutboundLinks:
             del self._links[link.peer]
             self.run(self.sender.link_lost(link.peer, reason, time.monotonic()))
 
-    async def _end(self, link: _Link) -> None:
+    async def _end(self, link: OutLink) -> None:
         await asyncio.to_thread(link.data.fence, FENCE_S)
         if link.writes:
             await asyncio.gather(*link.writes, return_exceptions=True)
@@ -341,7 +332,7 @@ class OutboundLinks:
         if slot is not None:
             slot.close()
 
-    async def _write(self, link: _Link, chunk: Write) -> None:
+    async def _write(self, link: OutLink, chunk: Write) -> None:
         out = self._transfers[chunk.transfer]
         loop, limit = asyncio.get_running_loop(), self._config.deadline_s
         try:

@@ -8,6 +8,7 @@ from regauge.errors import AuthError, Refused, TransferFailed, TransportError
 from regauge.observe import OTHER
 
 _CLASSES = (
+    ("flow", r"^flow control does not take it: "),
     ("link", r"^(lost (the link|prefill worker)|no new link from |the link to .* was closed)"),
     ("refused", r"^no new link to |together do not send "),
     ("restarted", r"has been restarted$"),

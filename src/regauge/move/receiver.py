@@ -360,7 +360,7 @@ class Receiver:
                 leg.credit, leg.nic = action.data_bytes, self._nics[action.nic]
                 out.append(Send(peer, m.Credit(name, leg.epoch, action.data_bytes, int(action.rank), leg.nic)))
             elif isinstance(action, Refuse):
-                out.append(Send(peer, m.Abort(name, action.reason)))
+                out.append(Send(peer, m.Abort(name, f"flow control does not take it: {action.reason}")))
         return out
 
     # ---- endings ----

@@ -1,19 +1,17 @@
 """What a worker's transfer layer shows of itself: its links, pools, incoming data connections, and what its transfers came to.
 
-Transfers under way describe themselves (`protocol.TransferState`); ended ones are counted (`ledger.py`). Everything here belongs to the worker's event loop.
+Transfers under way and links describe themselves (`protocol.TransferState`, `links.py`); ended transfers are counted (`ledger.py`).
+Everything here belongs to the worker's event loop.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import msgspec
 
 if TYPE_CHECKING:  # whoever only shows these figures needs no transfer layer
-    from regauge.move.inbound import InboundLinks
-    from regauge.move.outbound import OutboundLinks
     from regauge.move.pages import PagePool
     from regauge.move.rails import Rails
 
@@ -78,33 +76,6 @@ class Totals(msgspec.Struct, frozen=True):
     """Chunks written twice; counted on the decode side."""
     resumed: int = 0
     """Legs that went on over a new link; counted on the decode side."""
-
-
-def inbound_links(links: InboundLinks) -> list[LinkState]:
-    """Describe the links of a decode rank, those included that are gone and not fenced yet."""
-    now = time.monotonic()
-    every = [*((link, "up") for link in links._links.values()), *((link, "fencing") for link in links._gone.values())]
-    return [
-        LinkState(
-            link.peer, state, link.path, list(link.modes), now - link.channel.since, link.sessions[0][:SHOWN_DIGITS], None,
-            len(link.checks), link.channel.resent, link.channel.resumed,
-        )
-        for link, state in every
-    ]  # fmt: skip
-
-
-def outbound_links(links: OutboundLinks) -> list[LinkState]:
-    """Describe the links of a prefill rank, and the peers that transfers wait for."""
-    now = time.monotonic()
-    found = [
-        LinkState(
-            link.peer, "closing" if link.closing else "up", link.writer.crossing.plan.verdict.path,
-            list(link.writer.modes), now - link.channel.since, link.data.sessions[0][:SHOWN_DIGITS],
-            links.sender.free_slots(link.peer), len(link.writes),
-        )
-        for link in links._links.values()
-    ]  # fmt: skip
-    return found + [LinkState(peer, "relinking") for peer in links._relinking if peer not in links._links]
 
 
 def pool_states(pools: Iterable[PagePool]) -> list[PoolState]:

@@ -24,7 +24,7 @@ from typing import Any, Final
 import aiohttp
 import msgspec
 
-from regauge.config import ServeConfig, cache_dir
+from regauge.config import ServeConfig, TransferConfig, cache_dir
 from regauge.engines.local.prepare import prepare
 from regauge.engines.local.weights import weights_digest
 from regauge.errors import ConfigError, EngineError, Refused
@@ -86,24 +86,31 @@ class Deployment:
     verdict: Verdict
     prefill: Layout
     decode: Layout
+    control: str
+    """Numeric address at which decode takes control connections."""
+    key: str = field(repr=False)
+    """Pre-shared key of the transfer plane, in hex."""
 
 
 def plan_deployment(config: ServeConfig, say: Say) -> Deployment:
-    """Find the model, build both layouts, and judge the pair. Raises Refused, LayoutError, EngineError, ConfigError."""
+    """Find model, key and control plane, build both layouts, and judge the pair. Raises Refused, LayoutError, EngineError, ConfigError."""
     listen(config.host, config.port).close()
+    control = control_address(config.transfer)
+    key_file = config.transfer.key_file
+    key = load_key(Path(key_file)).hex() if key_file else secrets.token_hex(32)
     folder = prepare(config.model, cache_dir(), say)
     model = load_model(str(folder))
-    layouts = [
+    prefill, decode = [
         with_pages(load_named(text, str(folder)), engine.pool_tokens)
         for text, engine in ((config.prefill_layout, config.prefill), (config.decode_layout, config.decode))
     ]
-    gate, verdict = from_config(config.quality), check(*layouts)
+    gate, verdict = from_config(config.quality), check(prefill, decode)
     if gate is not None and verdict.path == "CONVERT":
         # Here the weights are at hand, so that the record must be of exactly these; the workers' links see layouts alone.
-        verdict = replace(gate, weights=weights_digest(folder)).check(*layouts)
+        verdict = replace(gate, weights=weights_digest(folder)).check(prefill, decode)
     if verdict.path == "REFUSED":
         raise Refused(tuple(str(r) for r in verdict.refusals))
-    return Deployment(config, folder, model.name, verdict, *layouts)
+    return Deployment(config, folder, model.name, verdict, prefill, decode, control, key)
 
 
 def describe(deployment: Deployment) -> str:
@@ -126,16 +133,17 @@ class Supervisor:
         self._log_json = log_json
         self._folder = Path(tempfile.mkdtemp(prefix="regauge-"))
         self._stop = asyncio.Event()
-        self.children = self._write_specs()
+        try:
+            self.children = self._write_specs()
+        except BaseException:  # undone, whatever broke: the folder holds secrets
+            shutil.rmtree(self._folder, ignore_errors=True)
+            raise
 
     def _write_specs(self) -> dict[str, Child]:
         d = self._deployment
-        transfer = d.config.transfer
         token = secrets.token_hex(32)
-        key = load_key(Path(transfer.key_file)).hex() if transfer.key_file else secrets.token_hex(32)
-        control = resolve(transfer.control or transfer.host).address
-        ports = free_ports(control, 3)
-        addresses = {DECODE: (control, ports[2])}
+        ports = free_ports(wire.WORKER_HOST, wire.WORKER_HOST, d.control)
+        addresses = {DECODE: (d.control, ports[2])}
         children = {}
         for name, role, layout, port in (
             (DECODE, "decode", d.decode, ports[0]),
@@ -143,13 +151,13 @@ class Supervisor:
         ):
             worker = wire.WorkerSpec(
                 config=d.config, name=name, role="decode" if role == "decode" else "prefill", model_folder=str(d.folder),
-                model_name=d.model, layout=files.encode(layout, format="json"), token=token, key=key, port=port,
+                model_name=d.model, layout=files.encode(layout, format="json"), token=token, key=d.key, port=port,
                 control_port=ports[2] if role == "decode" else 0, peers=addresses, log_json=self._log_json)  # fmt: skip
             children[name] = Child(name, "regauge.serve.worker_process", self._write(name, worker))
         gateway = wire.GatewaySpec(
             config=d.config, model_folder=str(d.folder), model_name=d.model, token=token,
-            workers=[wire.WorkerAddress(PREFILL, "prefill", f"http://127.0.0.1:{ports[1]}"),
-                     wire.WorkerAddress(DECODE, "decode", f"http://127.0.0.1:{ports[0]}")],
+            workers=[wire.WorkerAddress(PREFILL, "prefill", f"http://{wire.WORKER_HOST}:{ports[1]}"),
+                     wire.WorkerAddress(DECODE, "decode", f"http://{wire.WORKER_HOST}:{ports[0]}")],
             verdict=wire.VerdictInfo(d.verdict.path, "; ".join(d.verdict.reasons)), log_json=self._log_json)  # fmt: skip
         children[GATEWAY] = Child(GATEWAY, "regauge.serve.gateway", self._write(GATEWAY, gateway))
         return children
@@ -171,15 +179,26 @@ class Supervisor:
             readying = asyncio.create_task(self._announce())
             stopping = asyncio.create_task(self._stop.wait())
             ends: set[asyncio.Task[Any]] = {watching, stopping}
-            done, _ = await asyncio.wait({*ends, readying}, return_when=asyncio.FIRST_COMPLETED)
-            if readying in done:
-                readying.result()
-                done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            for task in (*ends, readying):
-                task.cancel()
+            tasks = (*ends, readying)
+            try:
+                done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                if readying in done:
+                    readying.result()
+                    done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.wait(tasks)
+            if watching in done:
+                watching.result()
             return 0 if stopping in done else 1
         finally:
+            await self._end()
+
+    async def _end(self) -> None:
+        try:
             self._say("stopping")
+        finally:  # also where nobody reads any more what is said
             await self.children[GATEWAY].stop()
             await asyncio.gather(*(child.stop() for child in self.children.values()))
             shutil.rmtree(self._folder, ignore_errors=True)
@@ -246,20 +265,32 @@ async def wait_ready(url: str, limit_s: float) -> None:
         raise EngineError(f"{url} was not ready within {limit_s:g} s; see the log above") from None
 
 
-def free_ports(host: str, count: int) -> list[int]:
-    """Return ports that nobody listens on now. Raises ConfigError for a host that cannot be bound."""
-    sockets = []
+def control_address(transfer: TransferConfig) -> str:
+    """Return the numeric address of the control plane. Raises ConfigError naming the setting, also where it cannot be bound."""
+    setting, host = ("transfer.control", transfer.control) if transfer.control else ("transfer.host", transfer.host)
     try:
-        for _ in range(count):
+        address = resolve(host).address
+        free_ports(address)
+    except ConfigError as error:
+        raise ConfigError(f"{setting} {host!r}: {error}") from error
+    return address
+
+
+def free_ports(*hosts: str) -> list[int]:
+    """Return a port for each of these numeric addresses that nobody listens on now; ports of one address are unlike.
+
+    Raises ConfigError for an address that cannot be bound.
+    """
+    ports = []
+    with contextlib.ExitStack() as stack:  # all are held until the last is found, so that none is found twice
+        for host in hosts:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            sock = socket.socket(family, socket.SOCK_STREAM)
-            sockets.append(sock)
-            sock.bind((host, 0))
-        return [int(sock.getsockname()[1]) for sock in sockets]
-    except OSError as error:
-        raise ConfigError(
-            f"transfer.host {host!r} cannot be bound: {error}; give an address of this machine"
-        ) from error
-    finally:
-        for sock in sockets:
-            sock.close()
+            sock = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))
+            try:
+                sock.bind((host, 0))
+            except OSError as error:
+                raise ConfigError(
+                    f"{host} cannot be bound: {error.strerror}; give an address of this machine"
+                ) from error
+            ports.append(int(sock.getsockname()[1]))
+    return ports

@@ -36,6 +36,8 @@ PREFILL_PATH: Final = "/internal/prefill"
 REQUESTS_PATH: Final = "/internal/requests"
 HEALTH_PATH: Final = "/health"
 DEBUG_PATH: Final = "/debug/transfers"
+WORKER_HOST: Final = "127.0.0.1"
+"""Where a worker answers its gateway, which is on the same machine."""
 NDJSON: Final = "application/x-ndjson"
 
 LOWEST_LOGPROB: Final = -9999.0

@@ -19,11 +19,13 @@ import msgspec
 import numpy as np
 import structlog
 
+from regauge.engines import handover
+from regauge.engines.handover import Handover
 from regauge.engines.local.kv import PagedKV
 from regauge.engines.local.model import LocalModel
 from regauge.engines.local.scheduler import Output, Request, Scheduler, pages_needed
 from regauge.engines.local.thread import EngineThread
-from regauge.errors import EngineError, ProtocolError, RegaugeError
+from regauge.errors import EngineError, RegaugeError
 from regauge.move.crossing import Memory, PageTable
 from regauge.move.flow_types import LinkState as NicState
 from regauge.move.inbound import InboundLinks
@@ -33,7 +35,7 @@ from regauge.move.outgoing import Outgoing
 from regauge.move.pages import PagePool
 from regauge.move.protocol import TransferState
 from regauge.move.rails import Rails
-from regauge.move.state import LinkState, Totals, inbound_links, outbound_links, pool_states, session_states
+from regauge.move.state import LinkState, Totals, pool_states, session_states
 from regauge.serve import debug, wire
 from regauge.serve.admission import Admission
 from regauge.serve.quality_gate import judge
@@ -47,16 +49,6 @@ class RefusalError(RegaugeError):
     def __init__(self, code: wire.Code, message: str) -> None:
         super().__init__(message)
         self.code: wire.Code = code
-
-
-class Handover(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What decode needs beside the KV: the first token, and the random stream to go on with."""
-
-    token: int
-    seed: int
-    finish_reason: str | None = None
-    logprob: float | None = None
-    top: list[tuple[int, float]] | None = None
 
 
 class Worker(abc.ABC):
@@ -171,7 +163,7 @@ class DecodeWorker(Worker):
 
     def transfers(self) -> tuple[list[TransferState], list[LinkState]]:
         """Describe the transfers that come in, and the links they come over."""
-        return self.links.transfers(), inbound_links(self.links)
+        return self.links.transfers(), self.links.links()
 
     def totals(self) -> Totals:
         """Return what the transfers came to, with what the links have counted."""
@@ -179,9 +171,8 @@ class DecodeWorker(Worker):
         return super().totals()
 
     def nics(self) -> list[NicState]:
-        """Describe the NIC that KV comes in by; nothing where there is no flow control."""
-        flow = self.links.receiver.flow
-        return flow.links() if flow is not None else []
+        """Describe the NICs that KV comes in by."""
+        return self.links.flow()
 
     async def generate(self, body: wire.Generate, events: asyncio.Queue[wire.Event]) -> None:
         """Serve one request: its events, the last of which is a finish or an error, go into the queue."""
@@ -206,7 +197,7 @@ class DecodeWorker(Worker):
                 self._release(body.transfer_id)  # it had arrived in the same moment
             raise
         try:
-            first = msgspec.msgpack.decode(arrived.handover, type=Handover)
+            first = handover.decode(arrived.handover, body.prefill)
             events.put_nowait(
                 wire.TransferEvent(arrived.path, arrived.mode, arrived.wire_bytes, len(pages), arrived.seconds)
             )
@@ -216,8 +207,6 @@ class DecodeWorker(Worker):
                 count, reason = await self._decode(body, first, pages, events)
             final: Any = reason
             events.put_nowait(wire.FinishEvent(final, prompt, count))
-        except msgspec.DecodeError as error:
-            raise ProtocolError(f"hand-over from {body.prefill}: {error}") from error
         finally:
             await asyncio.shield(self._let_go(body))
 
@@ -258,7 +247,7 @@ class PrefillWorker(Worker):
 
     def transfers(self) -> tuple[list[TransferState], list[LinkState]]:
         """Describe the transfers that go out, and the links they go over."""
-        return self.links.transfers(), outbound_links(self.links)
+        return self.links.transfers(), self.links.links()
 
     async def prefill(self, body: wire.Prefill) -> wire.Prefilled:
         """Serve one request. Raises RegaugeError for what went wrong."""
@@ -306,7 +295,7 @@ class PrefillWorker(Worker):
         computed = time.monotonic()
         reason = None if first.finish_reason == "prefill" else first.finish_reason
         top = list(first.top) if first.top is not None else None
-        out.finish(msgspec.msgpack.encode(Handover(first.token, first.seed, reason, first.logprob, top)))
+        out.finish(handover.encode(Handover(first.token, first.seed, reason, first.logprob, top)))
         done = await out.done()
         log.info("prefilled", request_id=body.request_id, tokens=len(body.token_ids), path=out.path, mode=out.mode,
                  wire_bytes=done.wire_bytes, prefill_s=round(computed - started, 6),

@@ -24,7 +24,7 @@ from starlette.routing import Route
 
 from regauge.engines.local.kv import allocate
 from regauge.engines.local.model import LocalModel
-from regauge.errors import PeerLost, ProtocolError, RegaugeError
+from regauge.errors import ConfigError, PeerLost, ProtocolError, RegaugeError
 from regauge.layout import files
 from regauge.move.transports import open_rails
 from regauge.observe import setup_logging
@@ -171,7 +171,7 @@ async def run(spec_: wire.WorkerSpec) -> None:
     else:
         worker = PrefillWorker(spec_, memory, model, rails)
         warming = asyncio.create_task(_warm(worker))
-    sock = listen("127.0.0.1", spec_.port)
+    sock = listen(wire.WORKER_HOST, spec_.port)
     server = _Server(uvicorn.Config(Starlette(routes=routes(worker)), log_config=None, log_level="warning",
                                     access_log=False, timeout_graceful_shutdown=5))  # fmt: skip
     stop = asyncio.Event()
@@ -208,6 +208,9 @@ def main(arguments: list[str]) -> int:
     setup_logging("INFO", spec_.log_json, spec_.name)
     try:
         asyncio.run(run(spec_))
+    except ConfigError as error:  # to be started again would not help
+        log.error("the worker cannot start", error=str(error))
+        return 2
     except (RegaugeError, OSError) as error:
         log.error("the worker ended", error=str(error))
         return 1

@@ -1,0 +1,30 @@
+"""What decode needs beside the KV cache, whichever engines the two sides are."""
+
+from __future__ import annotations
+
+import msgspec
+
+from regauge.errors import ProtocolError
+
+
+class Handover(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The first token, and the random stream to go on with."""
+
+    token: int
+    seed: int = 0
+    finish_reason: str | None = None
+    logprob: float | None = None
+    top: list[tuple[int, float]] | None = None
+
+
+def encode(handover: Handover) -> bytes:
+    """Return a hand-over as `messages.Finish` carries it."""
+    return msgspec.msgpack.encode(handover)
+
+
+def decode(data: bytes, peer: str) -> Handover:
+    """Read a peer's hand-over. Raises ProtocolError that names the peer and the field."""
+    try:
+        return msgspec.msgpack.decode(data, type=Handover)
+    except msgspec.DecodeError as error:
+        raise ProtocolError(f"hand-over from {peer}: {error}") from error

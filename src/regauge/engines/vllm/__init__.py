@@ -1,0 +1,1 @@
+"""vLLM: an out-of-tree KV connector. See docs/engines/vllm.md."""

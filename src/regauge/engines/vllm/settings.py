@@ -1,0 +1,50 @@
+"""What a user gives the connector in `kv_connector_extra_config`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+
+from regauge.config import TransferConfig
+from regauge.errors import ConfigError
+
+
+class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`kv_connector_extra_config`; unknown keys are refused."""
+
+    name: Annotated[str, msgspec.Meta(min_length=1, max_length=100, pattern=r"^[A-Za-z0-9_-]+$")]
+    """Of this engine, as the gateway and its peers know it. Its ranks are `NAME.0`, `NAME.1`, ..."""
+    transfer: TransferConfig
+    """As in regauge's configuration file; `key_file` must be given."""
+    port: Annotated[int, msgspec.Meta(ge=0, le=65_535)] = 0
+    """Decode: control port of rank 0, rank r listens at `port` + r."""
+    pool: str = ""
+    """How the cache lies, as the preset calls it; empty: as the backend is known to have it. What is said here is verified like the rest."""
+    model: str = ""
+    """What both sides call the model; empty: its folder's name."""
+
+    def key(self) -> bytes:
+        """Read the pre-shared key. Raises ConfigError."""
+        path = self.transfer.key_file
+        if not path:
+            raise ConfigError("kv_connector_extra_config.transfer.key_file: give the file with the pre-shared key")
+        try:
+            key = bytes.fromhex(Path(path).read_text(encoding="ascii").strip())
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"kv_connector_extra_config.transfer.key_file: {path}: {error}") from error
+        if len(key) < 16:
+            raise ConfigError(
+                f"kv_connector_extra_config.transfer.key_file: {path}: a key of {len(key)} bytes; at least 16"
+            )
+        return key
+
+
+def read(given: Mapping[str, Any]) -> Settings:
+    """Check what was given. Raises ConfigError that names the field."""
+    try:
+        return msgspec.convert(dict(given), Settings)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"kv_connector_extra_config: {error}") from error

@@ -1,0 +1,226 @@
+"""A worker's half of the connector: carries out what the scheduler's half says, over the links of this rank. Knows nothing of vLLM's classes.
+
+All methods are for the worker's main thread and return at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+
+import structlog
+
+from regauge.engines.bridge import Ended, ReceivingEnd, SendingEnd
+from regauge.engines.handover import Handover, encode
+from regauge.engines.vllm.schedule import BlockIds, Blocks, Command, Computed, Drop, Expect, Fail, Finish, Offer
+from regauge.errors import PlanError, RegaugeError
+from regauge.layout.spec import Layout
+from regauge.plan.ranks import leg
+
+log = structlog.get_logger()
+
+Family = Callable[[int, int], Layout]
+"""The layout of a rank of so many tensor-parallel ranks, as far as which heads it holds: (rank, size)."""
+
+
+@dataclass
+class _Out:
+    transfer: str
+    tokens: int
+    told: dict[int, int]
+    """Per layer: the token before which it was told as computed."""
+    done: Ended | None = None
+    report: bool = False
+    """Whether the scheduler waits for this request's blocks."""
+
+
+@dataclass(frozen=True)
+class Results:
+    """What has ended since the last question, as vLLM wants it."""
+
+    sent: set[str]
+    received: set[str]
+    failed: set[str]
+    """Of those received: their blocks hold nothing that may be used."""
+
+
+class Rank:
+    """The transfers of one rank."""
+
+    def __init__(
+        self, layout: Layout, family: Family, *, out: SendingEnd | None, into: ReceivingEnd | None
+    ) -> None:  # fmt: skip
+        self.out, self.into = out, into
+        self._layout = layout
+        self._layers = sorted({layer for group in layout.groups for layer in group.layer_ids})
+        self._sending: dict[str, _Out] = {}
+        self._receiving: dict[str, tuple[str, bool]] = {}
+        """Request -> transfer, and whether the scheduler waits for it."""
+        self._step: list[tuple[str, int]] = []
+        """Requests that compute in this step, and the token before which they will have."""
+        self._failed: list[tuple[str, str]] = []
+        self.bytes_in = 0
+        """Wire bytes of everything that was received."""
+        self.last: Ended | None = None
+        """What was received last, for inspection."""
+
+        @lru_cache(maxsize=256)
+        def concerns(size: int, index: int, *, sends: bool) -> bool:
+            other = family(index, size)
+            return bool((leg(layout, other) if sends else leg(other, layout)).lanes)
+
+        self._concerns = concerns
+
+    def obey(self, commands: Iterable[Command]) -> None:
+        """Carry out a step's commands, before the step's forward pass."""
+        self._step = []
+        for command in commands:
+            match command:
+                case Offer():
+                    self._offer(command)
+                case Blocks(request, blocks):
+                    if (sending := self._sending.get(request)) is not None and self.out is not None:
+                        self.out.pages(sending.transfer, _tables(blocks))
+                case Computed(request, tokens, cached):
+                    if cached:
+                        for layer in self._layers:
+                            self._tell(request, layer, tokens[1])
+                    else:
+                        self._step.append((request, tokens[1]))
+                case Finish(request, token):
+                    self._finish(request, token)
+                case Expect():
+                    self._expect(command)
+                case Fail(request, reason):
+                    self._failed.append((request, reason))
+                case Drop(request, reason, report):
+                    self._drop(request, reason, report=report)
+
+    def saved(self, layer: int) -> None:
+        """A layer of this step's forward pass has written its state."""
+        for request, end in self._step:
+            self._tell(request, layer, end)
+
+    def saved_all(self) -> None:
+        """The step's forward pass is over."""
+        for request, end in self._step:
+            for layer in self._layers:
+                self._tell(request, layer, end)
+        self._step = []
+
+    def results(self) -> Results:
+        """Say what has ended since the last call."""
+        sent = self._sent()
+        received = self._received()
+        failed = set()
+        for request, error in self._failed:
+            log.warning("kv not received", request=request, error=error)
+            failed.add(request)
+        self._failed = []
+        return Results(sent, received | failed, failed)
+
+    def _sent(self) -> set[str]:
+        by_transfer = {sending.transfer: sending for sending in self._sending.values()}
+        for ended in self.out.ended() if self.out is not None else ():
+            if ended.error:
+                log.warning("kv not sent", transfer=ended.transfer, error=ended.error)
+            if (sending := by_transfer.get(ended.transfer)) is not None:
+                sending.done = ended
+        over = {request for request, sending in self._sending.items() if sending.done is not None and sending.report}
+        for request in over:
+            del self._sending[request]
+        return over
+
+    def _received(self) -> set[str]:
+        by_transfer = {transfer: request for request, (transfer, _) in self._receiving.items()}
+        received = set()
+        for ended in self.into.ended() if self.into is not None else ():
+            request = by_transfer.get(ended.transfer)
+            if request is None:
+                continue
+            _, report = self._receiving.pop(request)
+            self.bytes_in += ended.wire_bytes
+            self.last = ended
+            if report and ended.error:
+                self._failed.append((request, ended.error))
+            elif report:
+                received.add(request)
+        return received
+
+    def close(self) -> None:
+        """End the links."""
+        for end in (self.out, self.into):
+            if end is not None:
+                end.close()
+
+    def _offer(self, command: Offer) -> None:
+        params = command.params
+        sending = _Out(params.transfer, command.tokens, {})
+        self._sending[command.request] = sending
+        if self.out is None:
+            sending.done = Ended(params.transfer, "this engine does not prefill for others")
+            return
+        try:
+            size = len(params.to)
+            to = {
+                name: address
+                for i, (name, address) in enumerate(params.to.items())
+                if self._concerns(size, i, sends=True)
+            }
+        except RegaugeError as error:
+            sending.done = Ended(params.transfer, str(error))
+            return
+        if not to:
+            sending.done = Ended(params.transfer)  # other ranks hold what decode needs
+            return
+        self.out.offer(params.transfer, to, command.tokens)
+
+    def _tell(self, request: str, layer: int, end: int) -> None:
+        sending = self._sending.get(request)
+        if sending is None or self.out is None or sending.done is not None:
+            return
+        first = sending.told.get(layer, 0)
+        if first < end:
+            sending.told[layer] = end
+            self.out.ready(sending.transfer, (layer, layer + 1), (first, end))
+
+    def _finish(self, request: str, token: int | None) -> None:
+        sending = self._sending.get(request)
+        if sending is None:
+            return
+        sending.report = True
+        if self.out is not None and sending.done is None:
+            self.out.finish(sending.transfer, b"" if token is None else encode(Handover(token)))
+
+    def _expect(self, command: Expect) -> None:
+        params = command.params
+        try:
+            if self.into is None:
+                raise PlanError("this engine does not decode for others")
+            size = len(params.from_)
+            peers = [name for i, name in enumerate(params.from_) if self._concerns(size, i, sends=False)]
+            if not peers:
+                raise PlanError(f"none of {', '.join(params.from_)} holds what this rank keeps")
+        except RegaugeError as error:
+            if command.report:
+                self._failed.append((command.request, str(error)))
+            return
+        self._receiving[command.request] = (params.transfer, command.report)
+        self.into.expect(params.transfer, peers, command.tokens, _tables(command.blocks), first=command.first)
+
+    def _drop(self, request: str, reason: str, *, report: bool) -> None:
+        sending = self._sending.get(request)
+        if sending is not None:
+            sending.report = sending.report or report
+            if self.out is not None and sending.done is None:
+                self.out.cancel(sending.transfer, reason)
+            if not report:
+                del self._sending[request]
+        receiving = self._receiving.get(request)
+        if receiving is not None and self.into is not None:
+            self.into.cancel(receiving[0], reason)
+
+
+def _tables(blocks: BlockIds) -> list[tuple[list[int], int]]:
+    return [(list(own), 0) for own in blocks]

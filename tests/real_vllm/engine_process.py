@@ -1,0 +1,95 @@
+"""One vLLM engine, in one process, driven over its standard input: a line of JSON is a request, a line of JSON is an answer.
+
+{"add": "r1", "ids": [3, 4, 5], "max_tokens": 8, "params": {...}}   -> {"done": "r1", "tokens": [...], "reason": "length", ...}
+{"abort": "r1"}
+{"stats": 1}                                                        -> {"stats": 1, "free": 99, "blocks": 100, ...}
+{"quit": 1}
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import sys
+import threading
+import time
+from typing import Any
+
+from vllm import LLM, SamplingParams
+
+
+def main() -> None:
+    out = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # whatever a library prints goes to stderr
+    config = json.loads(sys.argv[1])
+    llm = LLM(**config)
+    engine = llm.llm_engine
+    core: Any = engine.engine_core.engine_core
+    lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+    threading.Thread(target=lambda: [lines.put(line) for line in sys.stdin] and None, daemon=True).start()
+    threading.Thread(target=_orphan, daemon=True).start()
+
+    def say(**words: Any) -> None:
+        out.write(json.dumps(words) + "\n")
+
+    say(ready=True)
+    began: dict[str, float] = {}
+    first: dict[str, float] = {}
+    while True:
+        try:
+            word = json.loads(lines.get(timeout=0.0 if engine.has_unfinished_requests() else 0.002))
+        except queue.Empty:
+            word = {}
+        if "quit" in word:
+            break
+        if "add" in word:
+            sampling = SamplingParams(
+                temperature=0, max_tokens=word["max_tokens"], ignore_eos=True, detokenize=False, logprobs=word.get("logprobs"),
+                extra_args={"kv_transfer_params": word["params"]} if word.get("params") else None,
+            )  # fmt: skip
+            began[word["add"]] = time.monotonic()
+            engine.add_request(word["add"], {"prompt_token_ids": word["ids"]}, sampling)
+        if "abort" in word:
+            engine.abort_request([word["abort"]])
+            say(aborted=word["abort"])
+        if "reset" in word:
+            say(reset=engine.reset_prefix_cache())
+        if "stats" in word:
+            pool = core.scheduler.kv_cache_manager.block_pool
+            connector = core.scheduler.connector
+            worker = _rank(core)
+            say(
+                stats=word["stats"], free=pool.get_num_free_blocks(), blocks=pool.num_gpu_blocks,
+                bytes_in=worker.bytes_in if worker else 0, path=worker.last.path if worker and worker.last else "",
+                known=len(connector._schedule._sending) + len(connector._schedule._loading) if connector else 0,
+            )  # fmt: skip
+        for output in engine.step():
+            name = output.request_id
+            if output.outputs and output.outputs[0].token_ids:
+                first.setdefault(name, time.monotonic() - began[name])
+            if output.finished:
+                say(
+                    done=name, tokens=list(output.outputs[0].token_ids), reason=output.outputs[0].finish_reason,
+                    cached=output.num_cached_tokens, ttft=first.get(name), seconds=time.monotonic() - began[name],
+                    params=output.kv_transfer_params,
+                )  # fmt: skip
+    engine.engine_core.shutdown()
+    say(bye=True)
+
+
+def _rank(core: Any) -> Any:
+    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+    return getattr(get_kv_transfer_group(), "_rank", None) if has_kv_transfer_group() else None
+
+
+def _orphan() -> None:
+    parent = os.getppid()
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main()
