@@ -53,7 +53,7 @@ READY_S = 30.0
 """Most seconds for a prefill worker to open its data connection."""
 CLOSE_S = 10.0
 MIN_SLOT = 1 << 20
-MAX_SLOTS = 8
+MAX_SLOTS = 4
 MAX_GREETING = 32
 """Connections that may authenticate at once; a prefill worker whose connection is dropped tries again."""
 
