@@ -3,9 +3,10 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+VLLM := .venv-vllm
 ARGS ?=
 
-.PHONY: serve test test-planes test-transports bench gpu check format clean
+.PHONY: serve test test-planes test-transports test-vllm bench gpu check format clean
 
 serve: $(READY)  ## a real small model, served across a prefill and a decode process
 	$(BIN)/regauge serve $(ARGS)
@@ -19,15 +20,20 @@ test-planes: $(READY)  ## KV stays on its network: root, `ip` and `tc`
 test-transports: $(VENV)/.transports  ## Mooncake and NIXL over tcp: two wheels and libibverbs1
 	$(BIN)/python -m pytest tests/transports $(ARGS)
 
-bench: $(READY)  ## every measured claim; for the whole table of docs/numerics.md: regauge bench accuracy --matrix (30 minutes)
+test-vllm: $(VLLM)/.ready  ## real vLLM on the CPU, in an environment of its own: 5 GiB, the first time some 10 minutes
+	$(VLLM)/bin/python -m pytest tests/real_vllm $(ARGS)
+
+bench: $(READY)  ## every measured claim, in some hours; for the whole table of docs/numerics.md: regauge bench accuracy --matrix (30 minutes)
 	$(BIN)/python bench/kernels.py --torch
 	$(BIN)/python bench/digest.py
 	$(BIN)/python bench/plan.py
 	$(BIN)/python bench/transports.py
 	$(BIN)/python bench/transfer.py
 	$(BIN)/python bench/transfer.py --overlap --model smollm2-135m --tokens 1500
-	$(BIN)/python bench/incast.py
+	$(BIN)/python bench/incast.py --seeds 1
 	$(BIN)/python bench/flow_cost.py
+	$(BIN)/regauge bench faults
+	$(BIN)/python bench/endings.py
 	$(BIN)/python bench/serve.py
 	$(BIN)/regauge bench accuracy
 	$(BIN)/regauge bench conformance
@@ -46,7 +52,7 @@ format: $(READY)
 	$(BIN)/ruff check --fix
 
 clean:
-	rm -rf build $(VENV)
+	rm -rf build $(VENV) $(VLLM)
 
 $(READY): pyproject.toml CMakeLists.txt $(wildcard native/*)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "regauge needs Python 3.11 or newer: make PYTHON=python3.12 ...")'
@@ -59,4 +65,10 @@ $(READY): pyproject.toml CMakeLists.txt $(wildcard native/*)
 
 $(VENV)/.transports: $(READY) scripts/install-transports
 	scripts/install-transports $(BIN)/python
+	@touch $@
+
+$(VLLM)/.ready: pyproject.toml scripts/install-vllm scripts/install-transports CMakeLists.txt $(wildcard native/*)
+	@echo "setting up $(VLLM): the first time takes some minutes"
+	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	scripts/install-vllm $(VLLM)/bin/python
 	@touch $@

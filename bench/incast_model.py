@@ -56,8 +56,6 @@ class Outcome:
     wasted: int = 0
     """Bytes that crossed the port in vain."""
     makespan: float = 0.0
-    peak: int = 0
-    """Most bytes in the port's buffer."""
 
 
 @dataclass
@@ -209,7 +207,6 @@ class Incast:
             return
         self._port_free = finish
         self._queued += n
-        self.out.peak = max(self.out.peak, self._queued)
         if self.port.full == "pause" and self._queued > self.port.buffer_bytes // 2:
             self._paused = True
         if self.aimd and self._queued > self.port.mark_bytes:

@@ -1,19 +1,22 @@
 """Goodput of a whole transfer (offer, plan, kernels, wire, digest on both sides, commit) against the raw bytes in the same run.
 
     python bench/transfer.py [--rounds N] [--tokens N] [--transport tcp|shm] [--only TEXT] [--set NAME=VALUE] [--json]
-    python bench/transfer.py --overlap --model smollm2-135m --tokens 1500
+    python bench/transfer.py --pages [--rounds N] [--tokens N]
 
 Two processes on this host, as a prefill and a decode worker have them, without a model: 32 layers, 8 KV heads of 128 (Llama 3.1 8B), pages
 in random order. `at once`: all layers of the prompt are ready together. `layers`: prompt chunks of --chunk tokens, layer by layer, each
-announced as soon as the one before, as an engine does that is faster than the link.
+announced as soon as the one before, as an engine does that is faster than the link. Transports are the product's own: over tcp the receiver
+checks a grant for every piece.
+
+`--pages`: pages of 4 to 256 KiB over every transport that is installed, Mooncake and NIXL too (`make test-transports` installs them), in turn
+within each round, at once, without a conversion and without staging: what is compared is pieces of a page's size. Over tcp, theirs too.
 
 Baselines carry the transfer's wire bytes, in turn with it; medians are shown, targets are of the socket:
     socket   one plain connection between the same two processes, 1 MiB a call from and into one contiguous buffer, one byte back at
              the end. With socket buffers of 256 KiB, as the tcp transport has within a host: faster here than the kernel's own sizes.
     memcpy   one numpy copyto between two warm buffers, one thread
 
-`--overlap`: what is left after the last layer, of prefills that take some times as long as the whole transfer takes alone.
-CPU is of both processes together. `TRANSPORTS` has one line per transport.
+CPU is of both processes together, with those in which a library runs. What a prefill hides of a transfer: `overlap.py`.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ import argparse
 import asyncio
 import contextlib
 import functools
+import importlib.util
 import json
 import secrets
 import socket
@@ -32,13 +36,14 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
-from os import getloadavg
+from os import getloadavg, getpid
+from pathlib import Path
 
 import msgspec
 import numpy as np
 import structlog
 
-from harness import print_table, write_json
+from harness import cpu_of, print_table, write_json
 from regauge.config import TransferConfig
 from regauge.layout.presets import attention_model, from_short
 from regauge.layout.spec import Array, Layout, Rope
@@ -46,11 +51,10 @@ from regauge.move.crossing import Memory, PageTable, bind, slab_bytes
 from regauge.move.inbound import InboundLinks
 from regauge.move.memory import Slab
 from regauge.move.outbound import OutboundLinks
+from regauge.move.outgoing import Outgoing
 from regauge.move.pages import PagePool
 from regauge.move.rails import Rails
-from regauge.move.shm import ShmTransport
-from regauge.move.tcp import TcpTransport
-from regauge.move.transport import Transport
+from regauge.move.transports import open_rails
 
 MODELS = {
     "llama-3.1-8b": attention_model("llama-3.1-8b", 32, Array(8, 128), rope=Rope(5e5, 128)),
@@ -64,15 +68,15 @@ PAIRS = {
     "CONVERT bf16 -> fp8": ("bf16,page=16,nhd", "fp8_e4m3,page=64,hnd", 0.75),
     "CONVERT fp8 -> bf16": ("fp8_e4m3,page=64,hnd", "bf16,page=16,nhd", 0.75),
 }
-TRANSPORTS: dict[str, Callable[[bytes, str, TransferConfig], Transport]] = {
-    "tcp": lambda key, name, config: TcpTransport(key=key, name=name, lanes=config.lanes),
-    "shm": lambda key, name, _: ShmTransport(key=key, name=name),
-}
+TRANSPORTS = ("tcp", "shm", "mooncake", "nixl")
+OURS = TRANSPORTS[:2]
+LIBRARIES = {"mooncake": "mooncake", "nixl": "nixl_cu12"}
+PAGES = (2, 8, 32, 128)
+"""Tokens of a page: 2 KiB a token for K or V of a layer."""
 MIB = 1 << 20
 CALL = MIB
 BUFFERS = 256 << 10
 WARM = 1
-FACTORS = (2, 4, 16)
 
 
 def allocate(text: str, options: argparse.Namespace) -> Memory:
@@ -96,10 +100,10 @@ def shuffled(memory: Memory) -> PagePool:
 
 
 @contextlib.contextmanager
-def opened(options: argparse.Namespace, key: bytes, name: str, memory: Memory) -> Iterator[Transport]:
-    with TRANSPORTS[options.transport](key, name, config(options)) as transport:
-        transport.register(memory.slab)
-        yield transport
+def opened(options: argparse.Namespace, key: bytes, name: str, memory: Memory) -> Iterator[Rails]:
+    with open_rails(config(options), key=key, name=name) as rails:
+        rails.register(memory.slab)
+        yield rails
 
 
 # ---- decode ----
@@ -127,9 +131,9 @@ def receive_plain(server: socket.socket, slab: Slab) -> None:
 async def decode(options: argparse.Namespace, key: bytes) -> None:
     """The decode process: expect a transfer for every line of stdin."""
     memory = allocate(options.layout, options)
-    with contextlib.closing(memory.slab), opened(options, key, "d", memory) as transport:
+    with contextlib.closing(memory.slab), opened(options, key, "d", memory) as rails:
         pool = shuffled(memory)
-        links = InboundLinks("d", key, memory, Rails([transport]), [pool], config(options))
+        links = InboundLinks("d", key, memory, rails, [pool], config(options))
         address = await links.start("127.0.0.1")
         server = socket.create_server(("127.0.0.1", 0))
         threading.Thread(target=receive_plain, args=(server, memory.slab), daemon=True).start()
@@ -145,7 +149,7 @@ async def decode(options: argparse.Namespace, key: bytes) -> None:
 
 
 def config(options: argparse.Namespace) -> TransferConfig:
-    changes: dict[str, object] = {}
+    changes: dict[str, object] = {"transport": options.transport, "nixl": {"devices": ["lo"]}}
     for pair in options.set:
         name, value = pair.split("=")
         *outer, last = name.split(".")
@@ -159,9 +163,11 @@ def config(options: argparse.Namespace) -> TransferConfig:
 # ---- prefill ----
 
 
-def cpu_of(pid: int) -> float:
-    """CPU seconds of a process and its threads so far (clock_getcpuclockid(3): the id is made from the pid)."""
-    return time.clock_gettime((~pid << 3) | 2)
+def descendants(pid: int) -> list[int]:
+    """The processes that a process has started, and theirs."""
+    lists = Path(f"/proc/{pid}/task").glob("*/children")
+    children = [int(each) for path in lists for each in path.read_text(encoding="ascii").split()]
+    return children + [below for child in children for below in descendants(child)]
 
 
 @dataclass
@@ -180,6 +186,8 @@ class Bench:
     seconds: dict[str, list[float]] = field(default_factory=dict)
     cpu: dict[str, list[float]] = field(default_factory=dict)
     scratch: tuple[np.ndarray, np.ndarray] | None = None
+    processes: tuple[int, ...] = ()
+    """Those that take part beside this one, once the link stands."""
     after: list[float] = field(default_factory=list)
     """Seconds from the last layer to the commit, transfer by transfer."""
 
@@ -194,24 +202,31 @@ class Bench:
         self.cpu.setdefault(name, []).append(self._cpu() - cpu)
 
     def _cpu(self) -> float:
-        return time.process_time() + cpu_of(self.process.pid)
+        return time.process_time() + sum(map(cpu_of, self.processes))
+
+    async def begin(self) -> tuple[Outgoing, PageTable]:
+        """Offer a request's KV, which the decode side expects; return it once granted, with the pages that it is read from."""
+        self.count += 1
+        name, tokens = f"t{self.count}", self.options.tokens
+        pages = PageTable(np.array(self.pool.lease(name, self.pool.pages_for(tokens)), np.int64))
+        out = await self.links.start(name, {"d": self.control}, [pages], tokens, lambda: self.pool.release(name))
+        await out.wait_granted()
+        return out, pages
+
+    def expect(self) -> None:
+        """Have the decode side expect the next request."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(f"t{self.count + 1}\n")
+        self.process.stdin.flush()
+        assert self.process.stdout.readline() == "expected\n"
 
     async def transfer(self, chunk: int, prefill_s: float = 0.0) -> AsyncIterator[None]:
         """One request's KV, ready in chunks of so many tokens, layer by layer, evenly over a time; 0: at once."""
-        self.count += 1
-        name, tokens = f"t{self.count}", self.options.tokens
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write(name + "\n")
-        self.process.stdin.flush()
-        assert self.process.stdout.readline() == "expected\n"
-        pages = np.array(self.pool.lease(name, self.pool.pages_for(tokens)), np.int64)
+        self.expect()
         yield
-        out = await self.links.start(
-            name, {"d": self.control}, [PageTable(pages)], tokens, lambda: self.pool.release(name)
-        )
-        await out.wait_granted()
-        layers = MODELS[self.options.model].num_layers
+        out, _ = await self.begin()
+        layers, tokens = MODELS[self.options.model].num_layers, self.options.tokens
         if chunk == 0:
             out.ready((0, layers), (0, tokens))
         begun = time.perf_counter()
@@ -219,10 +234,17 @@ class Bench:
         for i, (first, layer) in enumerate(steps):
             await asyncio.sleep(max(0.0, begun + (i + 1) / len(steps) * prefill_s - time.perf_counter()))
             out.ready((layer, layer + 1), (first, min(first + chunk, tokens)))
-        last = time.perf_counter()
+        await self.end(out)
+
+    async def end(self, out: Outgoing) -> float:
+        """Everything is ready: return the seconds to the commit."""
+        begun = time.perf_counter()
         out.finish(b"first token")
         self.wire_bytes = (await out.done()).wire_bytes
-        self.after.append(time.perf_counter() - last)
+        self.after.append(time.perf_counter() - begun)
+        if not self.processes:
+            self.processes = tuple(descendants(getpid()))
+        return self.after[-1]
 
     async def socket(self) -> AsyncIterator[None]:
         """The same bytes, as plain as can be."""
@@ -258,12 +280,12 @@ async def linked(options: argparse.Namespace, source: str, target: str) -> Async
     with (
         contextlib.closing(memory.slab),
         subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process,  # noqa: ASYNC220  # once, before
-        opened(options, key, "p", memory) as transport,
+        opened(options, key, "p", memory) as rails,
     ):
         assert process.stdin is not None
         assert process.stdout is not None
         said = json.loads(process.stdout.readline())
-        links = OutboundLinks("p", key, memory, Rails([transport]), config(options))
+        links = OutboundLinks("p", key, memory, rails, config(options))
         with socket.create_connection(("127.0.0.1", said["raw"])) as sock:
             tune(sock)
             try:
@@ -308,35 +330,40 @@ async def case(options: argparse.Namespace, name: str) -> list[dict[str, object]
         ]
 
 
-async def overlap(options: argparse.Namespace, name: str) -> list[dict[str, object]]:
-    """How much of a transfer is hidden behind a prefill that takes so many times as long as the transfer alone."""
-    source, target, _ = PAIRS[name]
-    async with linked(options, source, target) as bench:
-        left: dict[int, list[float]] = {factor: [] for factor in FACTORS}
+def installed() -> list[str]:
+    return [each for each in TRANSPORTS if each in OURS or importlib.util.find_spec(LIBRARIES[each])]
+
+
+async def by_pages(options: argparse.Namespace, page: int) -> list[dict[str, object]]:
+    """Pages of one size over every transport, in turn."""
+    layout = f"bf16,page={page}"
+    async with contextlib.AsyncExitStack() as stack:
+        benches: dict[str, Bench] = {}
+        for transport in installed():
+            own = argparse.Namespace(**{**vars(options), "transport": transport})
+            own.set = ["mode=fused" if transport == "shm" else "mode=mapped", *options.set]
+            benches[transport] = await stack.enter_async_context(linked(own, layout, layout))
         for round_ in range(options.rounds + WARM):
-            await bench.measure("alone", functools.partial(bench.transfer, 0))
-            if round_ < WARM:
-                bench.seconds.clear()
-                continue
-            alone = statistics.median(bench.seconds["alone"])
-            for factor in FACTORS:
-                await bench.measure("paced", functools.partial(bench.transfer, 256, factor * alone))
-                left[factor].append(bench.after[-1])
-        alone = statistics.median(bench.seconds["alone"])
-        return [
-            {
-                "pair": name,
-                "transport": options.transport,
-                "tokens": options.tokens,
-                "MiB": bench.wire_bytes >> 20,
-                "alone ms": alone * 1e3,
-                "prefill ms": factor * alone * 1e3,
-                "after ms": statistics.median(left[factor]) * 1e3,
-                "hidden %": 100 * (1 - statistics.median(left[factor]) / alone),
-                "target": 90,
-            }
-            for factor in FACTORS
-        ]
+            for bench in benches.values():
+                await bench.measure("transfer", functools.partial(bench.transfer, 0))
+                await bench.measure("socket", bench.socket)
+                if round_ < WARM:
+                    bench.seconds.clear()
+                    bench.cpu.clear()
+        return [page_row(page, transport, bench) for transport, bench in benches.items()]
+
+
+def page_row(page: int, transport: str, bench: Bench) -> dict[str, object]:
+    seconds = {each: statistics.median(times) for each, times in bench.seconds.items()}
+    return {
+        "page KiB": page * 2,
+        "transport": transport,
+        "MiB": bench.wire_bytes >> 20,
+        "GB/s": bench.wire_bytes / seconds["transfer"] / 1e9,
+        "socket GB/s": bench.wire_bytes / seconds["socket"] / 1e9,
+        "of socket": seconds["socket"] / seconds["transfer"],
+        "CPU s/GiB": statistics.median(bench.cpu["transfer"]) / bench.wire_bytes * 2**30,
+    }
 
 
 def main() -> None:
@@ -344,9 +371,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--chunk", type=int, default=512, help="prompt tokens of one prefill step")
-    parser.add_argument("--transport", choices=TRANSPORTS, default=None, help="default: all")
+    parser.add_argument("--transport", choices=TRANSPORTS, default=None, help="default: tcp, then shm")
     parser.add_argument("--model", choices=MODELS, default="llama-3.1-8b", help="geometry")
-    parser.add_argument("--overlap", action="store_true", help="instead: what a prefill hides, in steps of 256 tokens")
+    parser.add_argument("--pages", action="store_true", help="instead: pages of 4 to 256 KiB over every transport")
     parser.add_argument("--only", default="", help="run only pairs whose name contains this")
     parser.add_argument(
         "--set", action="append", default=[], help="a setting of [transfer], as mode=staged or flow.quantum_bytes=1000"
@@ -362,15 +389,18 @@ def main() -> None:
         asyncio.run(decode(options, bytes.fromhex(options.key)))
         return
     rows: list[dict[str, object]] = []
-    work = overlap if options.overlap else case
-    for transport in [options.transport] if options.transport else TRANSPORTS:
+    if options.pages:
+        rows = [row for page in PAGES for row in asyncio.run(by_pages(options, page))]
+        print_table(rows)
+        print(f"load {getloadavg()[0]:.1f}\n")
+    for transport in () if options.pages else [options.transport] if options.transport else OURS:
         options.transport = transport
-        mine = [row for name in PAIRS if options.only in name for row in asyncio.run(work(options, name))]
+        mine = [row for name in PAIRS if options.only in name for row in asyncio.run(case(options, name))]
         print_table(mine)
         print(f"load {getloadavg()[0]:.1f}\n")
         rows += mine
     if options.json:
-        print(write_json("overlap" if options.overlap else "transfer", rows))
+        print(write_json("pages" if options.pages else "transfer", rows))
 
 
 if __name__ == "__main__":

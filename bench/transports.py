@@ -36,7 +36,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from harness import print_table, write_json
+from harness import cpu_of, print_table, write_json
 from regauge.config import NixlConfig, TlsConfig, TransferConfig
 from regauge.move.calibrate import medians
 from regauge.move.library.peer import LibraryPeer
@@ -143,11 +143,6 @@ def send_plain(sock: socket.socket, memory: memoryview, rows: list[list[int]], t
         while views:
             views = advance(views, sock.sendmsg(views))
     assert sock.recv(1) == b"!"
-
-
-def cpu_of(pid: int) -> float:
-    """CPU seconds of a process and its threads so far (clock_getcpuclockid(3): the id is made from the pid)."""
-    return time.clock_gettime((~pid << 3) | 2)
 
 
 @dataclass

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -21,7 +20,6 @@ def test_a_new_pair_signs_and_verifies(tmp_path: Path) -> None:
     keys.load_public(public).verify(keys.load_private(tmp_path / "key.pem").sign(b"x"), b"x")
 
 
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed; .ci/run installs it")
 def test_openssl_reads_it(tmp_path: Path) -> None:
     keys.generate(tmp_path / "key.pem")
     shown = subprocess.run(

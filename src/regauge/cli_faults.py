@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from regauge.testing.faults import Outcome
 
 STATES = 300_000
-"""Most states of one exhaustive search."""
+"""Most states of one exhaustive search, unless told otherwise."""
 
 
 def arguments(bench: argparse.ArgumentParser) -> None:
@@ -26,6 +26,9 @@ def arguments(bench: argparse.ArgumentParser) -> None:
     bench.add_argument("--seed", type=int, default=0, help="of all random worlds, default %(default)s")
     bench.add_argument(
         "--exhaustive", action="store_true", help="every interleaving of small clusters instead; minutes each"
+    )
+    bench.add_argument(
+        "--states", type=int, metavar="N", help=f"of --exhaustive: most states of each cluster; default: {STATES:,}"
     )
 
 
@@ -39,8 +42,10 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError(f"--steps {steps}: give at least 1")
     if options.exhaustive and options.steps is not None:
         raise ConfigError("--steps is for random runs, and --exhaustive searches all there is: give one of them")
+    if options.states is not None and (options.states < 1 or not options.exhaustive):
+        raise ConfigError(f"--states {options.states}: give at least 1, with --exhaustive")
     try:
-        result = _search() if options.exhaustive else _random(steps, options.seed)
+        result = _search(options.states or STATES) if options.exhaustive else _random(steps, options.seed)
     except (Broken, Caught) as error:
         print(json.dumps({"violation": str(error)}, indent=2) if options.json else f"VIOLATION: {error}")
         return 1
@@ -67,18 +72,19 @@ def _random(steps: int, seed: int) -> dict[str, Any]:
         "steps per second": round(outcome.steps / taken),
         "worlds": outcome.worlds,
         "what happened": dict(sorted(outcome.stats.items())),
-        "faults": {kind: count for kind, count in sorted(outcome.faults.items()) if count},
+        "faults": outcome.faults.total(),
+        "faults of each kind": dict(sorted(outcome.faults.items())),
         "violations": 0,
     }
 
 
-def _search() -> dict[str, Any]:
+def _search(states: int) -> dict[str, Any]:
     from regauge.testing.explore import Search, deeper, instances
 
     out: dict[str, Any] = {}
     for instance in (*instances(), *deeper()):
-        began, said = time.monotonic(), _Progress(STATES, f"states of {instance.name!r} at most")
-        found: Found = Search(instance, STATES).run(lambda now, say=said: say(now.states))  # type: ignore[misc]  # its default
+        began, said = time.monotonic(), _Progress(states, f"states of {instance.name!r} at most")
+        found: Found = Search(instance, states).run(lambda now, say=said: say(now.states))  # type: ignore[misc]  # its default
         out[instance.name] = {
             "states": found.states, "transitions": found.transitions, "ends": found.ends,
             "every state seen": int(found.complete), "seconds": round(time.monotonic() - began),

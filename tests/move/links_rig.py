@@ -15,7 +15,8 @@ from regauge.layout.presets import attention_model, from_short
 from regauge.layout.spec import Array, Rope
 from regauge.move.crossing import Memory, PageTable
 from regauge.move.inbound import InboundLinks
-from regauge.move.outbound import OutboundLinks, Outgoing
+from regauge.move.outbound import OutboundLinks
+from regauge.move.outgoing import Outgoing
 from regauge.move.pages import PagePool
 from regauge.move.transports import open_rails
 from regauge.plan import Judge, check

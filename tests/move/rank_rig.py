@@ -19,7 +19,8 @@ from regauge.move.conformance.suite import Source, first_difference, source
 from regauge.move.crossing import Memory, PageTable
 from regauge.move.inbound import Arrival, InboundLinks
 from regauge.move.memory import Slab
-from regauge.move.outbound import OutboundLinks, Outgoing
+from regauge.move.outbound import OutboundLinks
+from regauge.move.outgoing import Outgoing
 from regauge.move.pages import PagePool
 from regauge.move.transports import open_rails
 from regauge.plan.ranks import crossings, leg

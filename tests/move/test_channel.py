@@ -13,7 +13,7 @@ from certificates import Authority
 from regauge.errors import AuthError, DeadlineExceeded, PeerLost, RegaugeError, TransportError
 from regauge.move import channel as module
 from regauge.move import messages as m
-from regauge.move.channel import Channel, listen
+from regauge.move.channel import Channel, Door
 from regauge.move.plane import Plane, resolve
 from regauge.move.tls import Tls
 
@@ -28,17 +28,19 @@ async def serving(
     """A side that accepts; yields its port and what became of each connection."""
     found: asyncio.Queue[Channel | RegaugeError] = asyncio.Queue()
 
-    async def accepted(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def accept(sock: socket.socket) -> None:
         try:
-            found.put_nowait(await Channel.accept(reader, writer, key, tls=tls))
+            found.put_nowait(await Channel.accept(sock, key, tls=tls))
         except RegaugeError as error:
             found.put_nowait(error)
 
-    server = await listen(accepted, LOOPBACK, tls=tls)
+    tasks = set()
+    door = Door(lambda sock: tasks.add(asyncio.create_task(accept(sock))), LOOPBACK)
     try:
-        yield server.sockets[0].getsockname()[1], found
+        yield door.address[1], found
     finally:
-        server.close()
+        await door.close()
+        await asyncio.gather(*tasks)
 
 
 async def exchange(port: int, found: asyncio.Queue[Channel | RegaugeError], tls: Tls | None, plane: Plane) -> None:
@@ -48,6 +50,7 @@ async def exchange(port: int, found: asyncio.Queue[Channel | RegaugeError], tls:
     for side, other in ((near, far), (far, near)):
         sock = side._writer.get_extra_info("socket")
         assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY), "a message would wait for the one before"
+        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE), "a dead host would never be noticed"
         side.send(m.Renew("x" * 150))
         assert await other.receive() == m.Renew("x" * 150)
     for each in (near, far):
@@ -65,7 +68,7 @@ async def test_messages_cross_both_ways(tmp_path: Path, secure: bool) -> None:
         await exchange(port, found, tls[1], resolve("lo"))
 
 
-async def fails(opening: Callable[[], Awaitable[Channel]], found: asyncio.Queue[Channel | RegaugeError] | None) -> None:
+async def fails(opening: Callable[[], Awaitable[Channel]], found: asyncio.Queue[Channel | RegaugeError]) -> None:
     async def use() -> None:
         near = await opening()
         try:
@@ -75,8 +78,7 @@ async def fails(opening: Callable[[], Awaitable[Channel]], found: asyncio.Queue[
 
     with pytest.raises((AuthError, PeerLost)):
         await use()
-    if found is not None:
-        assert isinstance(await found.get(), RegaugeError)
+    assert isinstance(await found.get(), RegaugeError)
 
 
 @pytest.mark.anyio
@@ -87,11 +89,10 @@ async def test_neither_a_certificate_nor_the_key_is_enough_alone(tmp_path: Path)
     ours = authority.tls("a")
     async with serving(ours) as (port, found):
         await fails(lambda: Channel.open("127.0.0.1", port, bytes(32), tls=authority.tls("b")), found)
-        await fails(lambda: Channel.open("127.0.0.1", port, KEY, tls=stranger.tls("c")), None)
+        await fails(lambda: Channel.open("127.0.0.1", port, KEY, tls=stranger.tls("c")), found)
         mixed = Tls.load(*stranger.issue("d"), authority.path)
-        await fails(lambda: Channel.open("127.0.0.1", port, KEY, tls=mixed), None)
-        await fails(lambda: Channel.open("127.0.0.1", port, KEY), None)
-        assert found.empty()
+        await fails(lambda: Channel.open("127.0.0.1", port, KEY, tls=mixed), found)
+        await fails(lambda: Channel.open("127.0.0.1", port, KEY), found)
     async with serving() as (port, found):
         await fails(lambda: Channel.open("127.0.0.1", port, KEY, tls=ours), found)
 

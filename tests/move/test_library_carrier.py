@@ -149,3 +149,12 @@ def test_listening_sockets_are_found_with_their_addresses() -> None:
         bound.bind(("127.0.0.3", 0))
         expected = {("127.0.0.2", four.getsockname()[1]), ("::1", six.getsockname()[1])}
         assert set(listening(os.getpid())) - before == expected
+
+
+def test_a_library_with_too_much_to_say_is_refused_and_goes_on(stack: ExitStack) -> None:
+    carrier = start(stack, "wordy_library")
+    carrier.open(soon())
+    for _ in range(2):
+        with pytest.raises(TransportError, match="register fewer, larger slabs"):
+            carrier.ask(wire.Describe(), soon())
+    assert carrier.alive

@@ -304,7 +304,7 @@ async def test_a_pair_that_is_refused_makes_no_link_and_says_why() -> None:
     async with both() as b:
         unlike = attention_model("m", 3, Array(2, 16), rope=Rope(5e5, 16))
         other = msgspec.structs.replace(b.source.layout, model=unlike)
-        b.out.memory = Memory(other, b.source.slab)
+        b.out._memory = Memory(other, b.source.slab)
         with pytest.raises(RegaugeError, match=r"rope.theta: prefill has 500000.0, decode has 10000.0"):
             await b.offer("x", 10)
         assert b.source_pool.free == 24

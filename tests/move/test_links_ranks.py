@@ -7,6 +7,7 @@ import random
 from itertools import cycle
 
 import pytest
+from links_rig import settle
 from rank_rig import NAME, Ranks, joined, ranks
 
 from regauge.errors import Refused, TransferFailed
@@ -102,9 +103,7 @@ async def test_a_stage_that_is_left_out_is_noticed_and_named(kind: str, *, offer
         before = decode.pool.copy()
         if offered_first:
             sent = await r.prefill[0].offer([decode])
-            async with asyncio.timeout(20):
-                while not decode.links.receiver._early:  # noqa: ASYNC110
-                    await asyncio.sleep(0.01)
+            await settle(lambda: bool(decode.links.receiver._early))
             arrival = decode.expect(["p0"])
         else:
             arrival = decode.expect(["p0"])
@@ -148,9 +147,7 @@ async def test_one_prefill_rank_that_gives_up_ends_the_transfer_on_every_rank(ki
             with pytest.raises(TransferFailed, match=r"the engine failed|gave the transfer up"):
                 await asyncio.wait_for(each.done(), 20)
         await asyncio.wait_for(arrivals[0], 20)  # the other decode rank's half comes from others
-        async with asyncio.timeout(20):
-            while any(rank.links.transfers() for rank in r.decode):  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        await settle(lambda: not any(rank.links.transfers() for rank in r.decode))
         assert [[pool.state(NAME) for pool in rank.links.pools] for rank in r.decode] == [["committed"], [None]]
         for each in sent[:2]:
             await asyncio.wait_for(each.done(), 20)

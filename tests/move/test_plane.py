@@ -39,6 +39,20 @@ def test_the_kernel_lists_loopback() -> None:
     assert LocalAddress("lo", ipaddress.ip_address("127.0.0.1"), ipaddress.ip_network("127.0.0.0/8"), True) in found
 
 
+def test_an_interface_that_goes_meanwhile_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(index: int) -> str:
+        if not asked:
+            asked.append(index)
+            raise OSError(6, "No such device or address")
+        return name(index)
+
+    asked: list[int] = []
+    name, others = socket.if_indextoname, local_addresses()[1:]
+    monkeypatch.setattr(socket, "if_indextoname", gone)
+    assert local_addresses() == others
+    assert asked
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [

@@ -57,8 +57,11 @@ def test_ten_thousand_steps_inject_every_fault() -> None:
     outcome = faults.run(10_000, seed=4)
     assert outcome.steps >= 10_000
     assert outcome.stats["delivered on decode"] > 30
-    for kind in ("break", "die", "restart", "freeze", "thaw", "cancel", "lost time", "repeat", "corrupt"):
+    assert set(outcome.faults) <= set(faults.FAULTS)
+    for kind in faults.FAULTS:
         assert outcome.faults[kind] > 0, f"no {kind}"
+    for end in faults.ENDS_OF_FAULTS.values():
+        assert outcome.stats[end] > 0, f"no {end}"
     for ending in ("given up by a worker", "given up by the peer", "deadline", "lease over"):
         assert outcome.stats[f"failed: {ending}"] > 0, f"no transfer ended by {ending}"
 

@@ -20,7 +20,8 @@ from regauge.config import TransferConfig
 from regauge.errors import DeadlineExceeded, RegaugeError
 from regauge.move.crossing import Borrowed, PageTable
 from regauge.move.inbound import Arrival, InboundLinks
-from regauge.move.outbound import Address, OutboundLinks, Outgoing
+from regauge.move.outbound import Address, OutboundLinks
+from regauge.move.outgoing import Outgoing
 from regauge.move.pages import LentPages
 from regauge.move.protocol import Range
 from regauge.move.rails import Rails
@@ -181,6 +182,7 @@ class SendingEnd(Bridge):
         self, name: str, key: bytes, memory: Borrowed, config: TransferConfig, *, judge: Judge = check
     ) -> None:
         super().__init__(name, key, config)
+        self._groups = len(memory.layout.groups)
         self._sending: dict[str, _Sending] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -241,8 +243,7 @@ class SendingEnd(Bridge):
 
     async def _send(self, transfer: str, peers: Mapping[str, Address], tokens: int) -> None:
         sending = self._sending[transfer]
-        groups = len(self.links.memory.layout.groups)
-        nowhere = [PageTable(np.empty(0, np.int64)) for _ in range(groups)]
+        nowhere = [PageTable(np.empty(0, np.int64)) for _ in range(self._groups)]
         try:
             out = await self.links.start(transfer, peers, nowhere, tokens, sending.quiet.set)
         except RegaugeError as error:

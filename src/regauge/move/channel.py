@@ -7,7 +7,9 @@ import contextlib
 import socket
 import ssl
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
+
+import structlog
 
 from regauge.errors import AuthError, DeadlineExceeded, PeerLost, ProtocolError
 from regauge.layout import files
@@ -15,12 +17,16 @@ from regauge.layout.spec import Layout
 from regauge.layout.view import check_memory
 from regauge.move import messages as m
 from regauge.move.auth import Role, authenticate
+from regauge.move.dial import tune
 from regauge.move.plane import Plane
 from regauge.move.tls import Tls
 
+log = structlog.get_logger()
 PURPOSE = "regauge-control"
 HELLO_S = 10.0
 """Most seconds for either side to authenticate and introduce itself."""
+_BACKLOG = 128
+_ACCEPT_PAUSE_S = 0.05
 MAX_UNSENT = 64 << 20
 """Bytes that may wait for a peer that does not read; then the connection ends."""
 
@@ -35,10 +41,11 @@ class Channel:
         """Chunks that were asked for again."""
         self.resumed = 0
         """Grants that go on from where an earlier link broke."""
+        self.peer = str(writer.get_extra_info("peername"))
+        """Address of the other end, for people."""
         self._reader = reader
         self._writer = writer
-        # asyncio does so only for sockets that name their protocol. Without, a message waits 40 ms behind an unacknowledged one.
-        writer.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        tune(writer.get_extra_info("socket"))
 
     @classmethod
     async def open(
@@ -55,7 +62,7 @@ class Channel:
                     reader, writer = await asyncio.open_connection(
                         sock=sock, ssl=tls and tls.client, server_hostname=tls and ""
                     )
-                except BaseException:
+                except BaseException:  # closed whatever broke, also when cancelled
                     sock.close()
                     raise
         except TimeoutError as error:
@@ -69,11 +76,22 @@ class Channel:
         return channel
 
     @classmethod
-    async def accept(
-        cls, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: bytes, *, tls: Tls | None = None
-    ) -> Channel:
-        """Authenticate a connection that `listen` has taken. Raises PeerLost, AuthError or DeadlineExceeded within HELLO_S."""
-        channel = cls(reader, writer)
+    async def accept(cls, sock: socket.socket, key: bytes, *, tls: Tls | None = None) -> Channel:
+        """Authenticate a connection that a `Door` has let in, and which is closed on failure.
+
+        Raises PeerLost, AuthError or DeadlineExceeded within HELLO_S, and with TLS within HELLO_S for that before.
+        """
+        loop, reader = asyncio.get_running_loop(), asyncio.StreamReader()
+        protocol = asyncio.StreamReaderProtocol(reader)
+        try:
+            transport, _ = await loop.connect_accepted_socket(
+                lambda: protocol, sock, ssl=tls.server if tls else None, ssl_handshake_timeout=HELLO_S if tls else None
+            )
+        except ssl.SSLError as error:
+            raise AuthError(f"TLS with a peer failed: {error}; give both sides TLS and one authority") from error
+        except OSError as error:  # also where TLS has taken too long
+            raise PeerLost(f"the connection broke before it was authenticated: {error}") from error
+        channel = cls(reader, asyncio.StreamWriter(transport, protocol, reader, loop))
         await channel._authenticate(key, "acceptor", tls)
         return channel
 
@@ -83,7 +101,7 @@ class Channel:
             if tls is not None:
                 purpose += tls.binding(_certificate(self._writer), server=role == "acceptor")
             await authenticate(self._reader, self._writer, key, role, purpose, HELLO_S)
-        except BaseException:
+        except BaseException:  # closed whatever broke, also when cancelled
             self.close()
             raise
 
@@ -132,23 +150,48 @@ class Channel:
             await self._writer.wait_closed()
 
 
-async def listen(
-    accepted: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]],
-    plane: Plane,
-    port: int = 0,
-    *,
-    tls: Tls | None = None,
-) -> asyncio.Server:
-    """Listen for control connections on a plane; with `tls` only for those whose certificate is good. Raises OSError."""
-    sock = socket.socket(plane.family, socket.SOCK_STREAM)
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        plane.claim(sock, port)
-        limit = None if tls is None else HELLO_S
-        return await asyncio.start_server(accepted, sock=sock, ssl=tls and tls.server, ssl_handshake_timeout=limit)
-    except BaseException:
-        sock.close()
-        raise
+class Door:
+    """Listens for control connections on a plane. Close it; what it has let in stays.
+
+    `accepted(sock)` owns each connection before a byte of it is read, so that strangers are counted before TLS too, which they
+    can make last. It must not block. Raises OSError where the plane cannot be bound.
+    """
+
+    def __init__(self, accepted: Callable[[socket.socket], None], plane: Plane, port: int = 0) -> None:
+        self._accepted = accepted
+        self._sock = socket.socket(plane.family, socket.SOCK_STREAM)
+        try:
+            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            plane.claim(self._sock, port)
+            self._sock.listen(_BACKLOG)
+        except OSError:
+            self._sock.close()
+            raise
+        self._sock.setblocking(False)
+        self._task = asyncio.get_running_loop().create_task(self._accept())
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Where it listens: numeric address and port."""
+        bound: tuple[str, int] = self._sock.getsockname()[:2]
+        return bound
+
+    async def close(self) -> None:
+        """Stop listening."""
+        self._task.cancel()
+        await asyncio.wait([self._task])
+        self._sock.close()
+
+    async def _accept(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                sock, _ = await loop.sock_accept(self._sock)
+            except OSError:
+                log.warning("cannot accept a control connection", exc_info=True)
+                await asyncio.sleep(_ACCEPT_PAUSE_S)  # out of descriptors, most likely: do not spin
+                continue
+            self._accepted(sock)
 
 
 async def _dial(host: str, port: int, plane: Plane | None) -> socket.socket:
@@ -168,7 +211,7 @@ async def _dial(host: str, port: int, plane: Plane | None) -> socket.socket:
         except OSError as error:
             sock.close()
             lost = error
-        except BaseException:
+        except BaseException:  # closed whatever broke, also when cancelled
             sock.close()
             raise
         else:

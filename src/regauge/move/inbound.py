@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,7 +28,7 @@ from regauge.errors import (
 )
 from regauge.move import messages as m
 from regauge.move import prepared, tls
-from regauge.move.channel import HELLO_S, Channel, decode_layout, encode_layout, listen
+from regauge.move.channel import HELLO_S, Channel, Door, decode_layout, encode_layout
 from regauge.move.crossing import Borrowed, Checker, Crossing, PageTable
 from regauge.move.flow import ReceiverFlow
 from regauge.move.flow_types import LinkState as NicState
@@ -111,21 +112,23 @@ class InboundLinks:
         """Notified when a link has ended and been fenced."""
         self._incoming: dict[str, _Incoming] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._server: asyncio.Server | None = None
-        self._greeting = 0
+        self._door: Door | None = None
+        self._greeting: set[asyncio.Task[None]] = set()
         """Connections that have not introduced themselves yet."""
 
     async def start(self, host: str, port: int = 0) -> tuple[str, int]:
         """Listen for prefill workers on a plane (an address, network or interface); return the address."""
-        self._server = await listen(self._accept, await asyncio.to_thread(resolve, host), port, tls=self._tls)
+        self._door = Door(self._take_in, await asyncio.to_thread(resolve, host), port)
         self._spawn(self._tick())
-        bound: tuple[str, int] = self._server.sockets[0].getsockname()[:2]
-        return bound
+        return self._door.address
 
     async def close(self) -> None:
         """Stop listening and end all links; transfers in flight fail."""
-        if self._server is not None:
-            self._server.close()
+        if self._door is not None:
+            await self._door.close()
+        for task in self._greeting:
+            task.cancel()
+        await asyncio.gather(*self._greeting, return_exceptions=True)
         self.receiver.give_up()
         for link in list(self._links.values()):
             link.channel.close()
@@ -243,8 +246,7 @@ class InboundLinks:
         self.on_release()
 
     def _fence(self, peer: str) -> None:
-        link = self._links.get(peer)
-        if link is not None:
+        if (link := self._links.get(peer)) is not None:
             link.channel.close()  # its reader notices, and comes back here with the link gone
             return
         gone = self._gone.get(peer)
@@ -255,6 +257,7 @@ class InboundLinks:
     async def _fence_gone(self, link: InLink) -> None:
         while not await asyncio.to_thread(self._rails.fence_inbound, link.sessions, FENCE_S):
             log.warning("a writer cannot be fenced yet; its pages stay quarantined", peer=link.peer)
+            await asyncio.sleep(TICK_S)  # where the answer comes at once
         if link.checks:
             await asyncio.gather(*link.checks, return_exceptions=True)
         link.thread.shutdown(wait=False)
@@ -265,20 +268,20 @@ class InboundLinks:
         async with self._settled:
             self._settled.notify_all()
 
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        peer = str(writer.get_extra_info("peername"))
+    def _take_in(self, sock: socket.socket) -> None:
+        if len(self._greeting) < MAX_GREETING:
+            self._spawn(self._accept(sock), self._greeting)
+        else:
+            sock.close()
+
+    async def _accept(self, sock: socket.socket) -> None:
+        channel: Channel | None = None
         link: InLink | None = None
         reason = "closed"
-        if self._greeting >= MAX_GREETING:
-            writer.close()
-            return
-        self._greeting += 1
         try:
-            try:
-                channel = await Channel.accept(reader, writer, self._key, tls=self._tls)
-                link = await self._greet(channel)
-            finally:
-                self._greeting -= 1
+            channel = await Channel.accept(sock, self._key, tls=self._tls)
+            link = await self._greet(channel)
+            self._greeting -= {asyncio.current_task()}
             self._links[link.peer] = self._last[link.peer] = link
             log.info("link up", peer=link.peer, path=link.path, mode=link.modes[0])
             self._run(self.receiver.link_up(link.peer, link.checker.crossing.parts, link.instance, time.monotonic()))
@@ -288,9 +291,10 @@ class InboundLinks:
                 self._run(self.receiver.on_message(link.peer, await channel.receive(), time.monotonic()))
         except RegaugeError as error:
             reason = str(error)
-            log.info("link ended", peer=link.peer if link else peer, reason=reason)
+            log.info("link ended", peer=link.peer if link else channel and channel.peer, reason=reason)
         finally:
-            writer.close()
+            if channel is not None:
+                channel.close()
             if link is not None:
                 del self._links[link.peer]
                 self._gone[link.peer] = link
@@ -320,7 +324,7 @@ class InboundLinks:
         staging = await asyncio.to_thread(Slab, size, f"staging:{hello.worker}")
         try:
             return await self._finish_greeting(channel, hello, plan, staging)
-        except BaseException:
+        except BaseException:  # undone whatever broke, also when cancelled
             staging.close()
             raise
 
@@ -338,7 +342,6 @@ class InboundLinks:
         slots = max(1, min(MAX_SLOTS, staging.nbytes // MIN_SLOT))
         offered = m.Staging(staging.address, staging.nbytes // slots // 64 * 64, slots)
         regions = self._rails.register(staging)  # by name: of two connections of one worker at once, one fails here
-        verdict = plan.verdict
         try:
             channel.send(m.Hello(m.VERSION, self._name, self._rails.session, "decode",
                                  encode_layout(self._memory.layout), self._rails.export(), offered))  # fmt: skip
@@ -346,24 +349,21 @@ class InboundLinks:
                 ready = await channel.receive()
             if isinstance(ready, m.Refuse):
                 raise Refused(tuple(ready.reasons))
-            if not isinstance(ready, m.Ready) or ready.pair != verdict.pair or len(ready.modes) != len(plan.pairs):
+            if not isinstance(ready, m.Ready) or ready.pair != plan.verdict.pair or len(ready.modes) != len(plan.pairs):
                 raise ProtocolError(f"{hello.worker} does not agree on the pair of layouts: {ready!r}")
             if len(ready.sessions) != len(self._rails.transports):
                 raise ProtocolError(f"{hello.worker} has {len(ready.sessions)} data connections, not one for each NIC")
-        except BaseException as error:
+            keys = prepared.TransferKeys(self._key, ready.sessions[0])
+            checker = Checker(Crossing(plan, keys, threads=self._config.kernel_threads), self._memory, offered)
+            if "staged" in ready.modes:
+                self._lending.slots(ready.sessions, offered)
+        except BaseException as error:  # undone whatever broke, also when cancelled
             await asyncio.to_thread(self._rails.unregister, regions)
             if isinstance(error, TimeoutError):
-                raise DeadlineExceeded(
-                    f"{hello.worker} did not open its data connection within {READY_S:g} s"
-                ) from error
+                reason = f"{hello.worker} did not open its data connection within {READY_S:g} s"
+                raise DeadlineExceeded(reason) from error
             raise
-        crossing = Crossing(
-            plan, prepared.TransferKeys(self._key, ready.sessions[0]), threads=self._config.kernel_threads
-        )
-        checker = Checker(crossing, self._memory, offered)
-        if "staged" in ready.modes:
-            self._lending.slots(ready.sessions, offered)
-        return InLink(hello.worker, channel, staging, regions, checker, verdict.path, tuple(ready.modes), ready.sessions,
+        return InLink(hello.worker, channel, staging, regions, checker, plan.verdict.path, tuple(ready.modes), ready.sessions,
                      hello.instance, ThreadPoolExecutor(1, thread_name_prefix=f"check-{hello.worker}"))  # fmt: skip
 
     async def _check(self, link: InLink, chunk: Check) -> None:

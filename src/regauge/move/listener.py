@@ -131,7 +131,7 @@ class Listener:
         self._lock = threading.Lock()
         self._sessions: dict[tuple[str, int], Session] = {}
         self._over: OrderedDict[str, None] = OrderedDict()
-        self._doubtful: set[str] = set()  # ended without proof that their writer has stopped
+        self._doubtful: dict[str, list[Session]] = {}  # ended without proof that their writer has stopped
         self._strangers: set[socket.socket] = set()
         self._threads: set[threading.Thread] = set()
         self._closing = False
@@ -158,9 +158,13 @@ class Listener:
             while len(self._over) > _REMEMBERED:
                 self._over.popitem(last=False)
             live = [each for (name, _), each in self._sessions.items() if name == session]
-            sure = session not in self._doubtful
+            live += self._doubtful.get(session, [])  # proof may come late: a process takes its time to die
         answers = [each.fence(deadline) for each in live]  # every lane is told, whatever the first says
-        return all(answers) and sure
+        if not all(answers):
+            return False
+        with self._lock:
+            self._doubtful.pop(session, None)
+        return True
 
     def close(self, deadline: float) -> None:
         """End every session, then stop listening: who finds nobody listening knows that nothing can land."""
@@ -193,23 +197,23 @@ class Listener:
                     return
                 threading.Event().wait(0.05)  # out of descriptors, most likely: do not spin
                 continue
-            with self._lock:
-                full = len(self._strangers) >= MAX_STRANGERS
-                if not (self._closing or full):
-                    thread = threading.Thread(target=self._serve, args=(sock,), name=f"{self._purpose}-in", daemon=True)
-                    self._strangers.add(sock)
-                    self._threads.add(thread)
-            if self._closing or full:
+            if not self._take_in(sock):
                 sock.close()
-                continue
+
+    def _take_in(self, sock: socket.socket) -> bool:
+        """Serve a connection in a thread of its own; False where there is no room for it."""
+        thread = threading.Thread(target=self._serve, args=(sock,), name=f"{self._purpose}-in", daemon=True)
+        with self._lock:  # `close` sees no thread that it could not join
+            if self._closing or len(self._strangers) >= MAX_STRANGERS:
+                return False
             try:
                 thread.start()
             except RuntimeError:  # the process has no thread left to give
                 _log.warning("cannot serve a connection", exc_info=True)
-                with self._lock:
-                    self._strangers.discard(sock)
-                    self._threads.discard(thread)
-                sock.close()
+                return False
+            self._strangers.add(sock)
+            self._threads.add(thread)
+        return True
 
     def _serve(self, sock: socket.socket) -> None:
         try:
@@ -225,7 +229,7 @@ class Listener:
                 for each in mine:
                     del self._sessions[each.session, each.lane]
                     if not each.proven:
-                        self._doubtful.add(each.session)
+                        self._doubtful.setdefault(each.session, []).append(each)
             sock.close()
             for each in mine:
                 each.ended.set()

@@ -9,9 +9,9 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import structlog
 
@@ -26,6 +26,7 @@ from regauge.move.crossing import DEPTH, Borrowed, Crossing, PageTable, Terms, W
 from regauge.move.flow_sender import Pace
 from regauge.move.links import OutLink
 from regauge.move.memory import Slab
+from regauge.move.outgoing import Outgoing
 from regauge.move.plane import Plane, resolve
 from regauge.move.prepared import TransferKeys
 from regauge.move.protocol import (
@@ -33,7 +34,6 @@ from regauge.move.protocol import (
     Delivered,
     Failed,
     Granted,
-    Range,
     Released,
     Relink,
     Send,
@@ -43,9 +43,10 @@ from regauge.move.protocol import (
 from regauge.move.rails import Connections, Rails
 from regauge.move.sender import Sender
 from regauge.move.state import LinkState
+from regauge.move.threads import in_thread
 from regauge.move.transport import Region
 from regauge.plan import Judge, Plan, check
-from regauge.plan.cost import DEFAULTS, Mode, Setting
+from regauge.plan.cost import DEFAULTS, Setting
 from regauge.plan.ranks import leg
 
 log = structlog.get_logger()
@@ -61,56 +62,6 @@ GATHER_THREADS = 2
 """Chunks of a link that are gathered and digested at once; those that the transport carries take no thread."""
 
 Address = tuple[str, int]
-
-
-@dataclass(eq=False)
-class Outgoing:
-    """One transfer on its way out. `ready` and `finish` are for the event loop's thread."""
-
-    transfer: str
-    tables: tuple[PageTable, ...]
-    path: str
-    mode: Mode
-    """Of the first pair of state groups."""
-    _links: OutboundLinks
-    _done: asyncio.Future[Delivered]
-    _free: Callable[[], None] = field(repr=False)
-    granted: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when every decode rank has lent its pages."""
-    first: int = 0
-    """Decode has the tokens before this one already; known once granted."""
-
-    def ready(self, layers: Range, tokens: Range) -> None:
-        """Layers [first, end) of the model hold their state for tokens [first, end) in the pool."""
-        self._links.run(self._links.sender.ready(self.transfer, layers, tokens, time.monotonic()))
-
-    def finish(self, handover: bytes) -> None:
-        """Everything has been made ready."""
-        self._links.run(self._links.sender.finish(self.transfer, handover))
-
-    def cancel(self, reason: str) -> None:
-        """Give the transfer up; `done` then raises TransferFailed unless it has ended already."""
-        self._links.run(self._links.sender.cancel(self.transfer, reason))
-
-    async def wait_granted(self) -> None:
-        """Wait until decode has lent its pages. Raises TransferFailed if the transfer ends before."""
-        granted = asyncio.create_task(self.granted.wait())
-        waiting: list[asyncio.Future[Any]] = [granted, self._done]
-        try:
-            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            granted.cancel()
-        if not self.granted.is_set():
-            await self.done()
-
-    @property
-    def finished(self) -> asyncio.Future[Delivered]:
-        """Done when the transfer has ended, in whichever way."""
-        return self._done
-
-    async def done(self) -> Delivered:
-        """Wait until decode has committed. Raises TransferFailed with the reason."""
-        return await asyncio.shield(self._done)
 
 
 class OutboundLinks:
@@ -129,7 +80,7 @@ class OutboundLinks:
         )
         self._name = name
         self._key = key
-        self.memory = memory
+        self._memory = memory
         self._rails = rails
         self._config = config
         self._tls = tls.from_config(config.tls)
@@ -137,7 +88,7 @@ class OutboundLinks:
         self._judge = judge
         self._links: dict[str, OutLink] = {}
         self._addresses: dict[str, Address] = {}
-        self._opening: dict[str, asyncio.Lock] = {}
+        self._opening: dict[str, asyncio.Task[OutLink]] = {}
         self._relinking: dict[str, asyncio.Task[None]] = {}
         self._transfers: dict[str, Outgoing] = {}
         self._ticker: asyncio.Task[None] | None = None
@@ -226,7 +177,7 @@ class OutboundLinks:
 
     async def close(self) -> None:
         """End all links; transfers in flight fail."""
-        for task in (self._ticker, *self._relinking.values()):
+        for task in (self._ticker, *self._relinking.values(), *self._opening.values()):
             if task is not None:
                 task.cancel()
         if self._waking is not None:
@@ -238,22 +189,29 @@ class OutboundLinks:
         await asyncio.gather(*(link.task for link in links if link.task), return_exceptions=True)
 
     async def _link(self, peer: str, address: Address) -> OutLink:
-        async with self._opening.setdefault(peer, asyncio.Lock()):
-            old = self._links.get(peer)
-            if old is not None and not old.closing:
-                return old
-            if old is not None and old.task is not None:
-                await asyncio.wait([old.task])
-            link = await self._open(peer, address)
-            plan = link.writer.crossing.plan
-            link.channel.send(m.Ready(plan.verdict.pair, list(link.writer.modes), link.data.sessions))
-            self._links[peer] = link
-            self._addresses[peer] = address
-            terms = replace(link.writer.terms(), ways=link.data.ways)
-            self.run(self.sender.link_up(peer, terms, link.instance))
-            link.task = asyncio.create_task(self._serve(link))
-            self._ticker = self._ticker or asyncio.create_task(self._tick())
+        """Return the link to a peer, once it stands: who asks, and is cancelled, leaves it to the others and to those to come."""
+        link = self._links.get(peer)
+        if link is not None and not link.closing:
             return link
+        task = self._opening.get(peer)
+        if task is None:
+            task = self._opening[peer] = asyncio.create_task(self._make(peer, address))
+            task.add_done_callback(lambda done: self._opening.pop(peer) and (done.cancelled() or done.exception()))
+        return await asyncio.shield(task)
+
+    async def _make(self, peer: str, address: Address) -> OutLink:
+        old = self._links.get(peer)
+        if old is not None and old.task is not None:
+            await asyncio.wait([old.task])
+        link = await self._open(peer, address)
+        plan = link.writer.crossing.plan
+        link.channel.send(m.Ready(plan.verdict.pair, list(link.writer.modes), link.data.sessions))
+        self._links[peer] = link
+        self._addresses[peer] = address
+        self.run(self.sender.link_up(peer, replace(link.writer.terms(), ways=link.data.ways), link.instance))
+        link.task = asyncio.create_task(self._serve(link))
+        self._ticker = self._ticker or asyncio.create_task(self._tick())
+        return link
 
     async def _relink(self, peer: str) -> None:
         """Make a link anew for the transfers that wait for it; they stop waiting by themselves."""
@@ -280,7 +238,7 @@ class OutboundLinks:
                     self._name,
                     self._rails.session,
                     "prefill",
-                    encode_layout(self.memory.layout),
+                    encode_layout(self._memory.layout),
                     self._rails.export(),
                 )
             )
@@ -288,13 +246,14 @@ class OutboundLinks:
             if hello.worker != peer or hello.role != "decode":
                 raise ProtocolError(f"{address} is {hello.role} worker {hello.worker!r}, not decode worker {peer!r}")
             layout = await asyncio.to_thread(decode_layout, hello.layout)
-            verdict = await asyncio.to_thread(self._judge, self.memory.layout, layout)
+            verdict = await asyncio.to_thread(self._judge, self._memory.layout, layout)
             if verdict.path == "REFUSED":
                 raise Refused(tuple(str(r) for r in verdict.refusals))
             plan = await asyncio.to_thread(self._plan, peer, layout)
-            data = await asyncio.to_thread(self._rails.connect, hello.exports, FENCE_S, peer=peer)
-            return await asyncio.to_thread(self._prepare, hello, channel, data, plan)
-        except BaseException:
+            connect = partial(self._rails.connect, hello.exports, FENCE_S, peer=peer)
+            data = await in_thread(connect, Connections.close)
+            return await in_thread(partial(self._prepare, hello, channel, data, plan), self._drop)
+        except BaseException:  # closed whatever broke, also when cancelled
             channel.close()
             raise
 
@@ -302,33 +261,46 @@ class OutboundLinks:
         return await asyncio.to_thread(resolve, self._config.control or self._config.host)
 
     def _plan(self, peer: str, layout: Layout) -> Plan:
-        plan = leg(self.memory.layout, layout)
+        plan = leg(self._memory.layout, layout)
         if not plan.lanes:
             raise Refused((f"nothing of what {peer} keeps is sent from {self._name}: leave it out of the transfer",))
         return plan
 
     def _prepare(self, hello: m.Hello, channel: Channel, data: Connections, plan: Plan) -> OutLink:
         peer, staging = hello.worker, hello.staging
-        slot = Slab(DEPTH * staging.slot_bytes, f"slot:{peer}") if staging is not None else None
+        slot: Slab | None = None
         regions: tuple[Region, ...] = ()
         try:
-            if slot is not None:
+            if staging is not None:
+                slot = self._slot(peer, staging)
                 regions = self._rails.register(slot)
             setting = Setting(
                 self._rails.medium, mode=self._config.mode, reachable=exports(plan.decode, data.peers[0]),
-                registered=self.memory.reachable,
+                registered=self._memory.reachable,
             )  # fmt: skip
             terms = Terms(self._rails.caps.maps_memory, setting, self._constants)
             keys = TransferKeys(self._key, data.sessions[0])
             crossing = Crossing(plan, keys, threads=self._config.kernel_threads)
-            writer = Writer(crossing, self.memory, data.peers, staging, terms=terms, slot=slot)
+            writer = Writer(crossing, self._memory, data.peers, staging, terms=terms, slot=slot)
             log.info("link opened", peer=peer, modes=writer.modes, why=writer.why)
-        except BaseException:
+        except BaseException:  # undone whatever broke
             data.close()
             self._withdraw(slot, regions)
             raise
         threads = ThreadPoolExecutor(min(GATHER_THREADS, writer.depth), thread_name_prefix=f"write-{peer}")
         return OutLink(peer, channel, data, writer, slot, regions, threads, hello.instance)
+
+    def _slot(self, peer: str, staging: m.Staging) -> Slab:
+        if staging.slot_bytes > (most := self._config.staging_bytes):
+            raise ProtocolError(
+                f"{peer} offers slots of {staging.slot_bytes} bytes, more than transfer.staging_bytes, {most}"
+            )
+        return Slab(DEPTH * staging.slot_bytes, f"slot:{peer}")
+
+    def _drop(self, link: OutLink) -> None:
+        link.thread.shutdown(wait=False)
+        link.data.close()
+        self._withdraw(link.slot, link.regions)
 
     async def _serve(self, link: OutLink) -> None:
         """Read the link's messages until it ends, then let its transfers wait for a new one once nothing is in flight."""
@@ -353,9 +325,7 @@ class OutboundLinks:
         await asyncio.to_thread(link.data.fence, FENCE_S)
         if link.writes:
             await asyncio.gather(*link.writes, return_exceptions=True)
-        link.thread.shutdown(wait=False)
-        await asyncio.to_thread(link.data.close)
-        await asyncio.to_thread(self._withdraw, link.slot, link.regions)
+        await asyncio.to_thread(self._drop, link)
 
     def _withdraw(self, slot: Slab | None, regions: tuple[Region, ...]) -> None:
         self._rails.unregister(regions)

@@ -159,7 +159,11 @@ def _local(data: bytes) -> LocalAddress | None:
         return None
     address = ipaddress.ip_address(raw)
     reach = ipaddress.ip_network((packed.get(_IFA_ADDRESS, raw), prefix), strict=False)
-    return LocalAddress(socket.if_indextoname(index), address, reach, scope < _SCOPE_LINK or address.is_loopback)
+    try:
+        interface = socket.if_indextoname(index)
+    except OSError:  # it has gone meanwhile, as those of containers do: the others are there still
+        return None
+    return LocalAddress(interface, address, reach, scope < _SCOPE_LINK or address.is_loopback)
 
 
 def _in_network(network: IpNetwork) -> Plane:

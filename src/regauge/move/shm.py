@@ -21,7 +21,7 @@ import time
 
 import msgspec
 
-from regauge.errors import AuthError, DeadlineExceeded, PeerLost, TransportError
+from regauge.errors import AuthError, DeadlineExceeded, PeerLost, ProtocolError, TransportError
 from regauge.move.gate import EVERYTHING, StoppingSession
 from regauge.move.listener import (
     MAX_MESSAGE,
@@ -95,17 +95,20 @@ class ShmTransport(ListeningTransport):
         """
         target, deadline, session = decode_export(exported, self.kind), instant(deadline_s), new_session()
         hello = Hello(VERSION, "data", session, target.session, self.name)
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         slabs: dict[int, Slab] = {}
+        try:
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        except OSError as error:
+            raise TransportError(f"cannot make a socket: {error}; raise the limit on open files") from error
         try:
             sock.settimeout(max(deadline - time.monotonic(), 1e-3))
             sock.connect("\0" + target.address)
             _same_user(sock)
             greet(sock, self._key, _PURPOSE, hello, deadline)
-            wanted = {region.generation for region in target.regions}
+            wanted = {region.generation: region for region in target.regions}
             _receive_slabs(sock, wanted, slabs, deadline)
             return ShmPeer(self, target, session, sock, slabs)
-        except BaseException as error:
+        except BaseException as error:  # undone whatever broke, also an interrupt
             sock.close()
             for slab in slabs.values():
                 slab.close()
@@ -162,8 +165,11 @@ class ShmSession(StoppingSession):
                 os.close(fd)
 
 
-def _receive_slabs(sock: socket.socket, wanted: set[int], slabs: dict[int, Slab], deadline: float) -> None:
-    """Map the wanted generations into `slabs`, whose entries the caller closes whatever happens."""
+def _receive_slabs(sock: socket.socket, wanted: dict[int, Region], slabs: dict[int, Slab], deadline: float) -> None:
+    """Map the wanted generations into `slabs`, whose entries the caller closes whatever happens.
+
+    Raises ProtocolError for a slab that is not as exported: posts are checked against the export, and would leave the mapping.
+    """
     regions = recv_message(sock, Table, deadline, MAX_MESSAGE).regions
     for at in range(0, len(regions), _FDS):
         batch = regions[at : at + _FDS]
@@ -173,7 +179,10 @@ def _receive_slabs(sock: socket.socket, wanted: set[int], slabs: dict[int, Slab]
             if len(fds) != len(batch):
                 raise PeerLost("the peer closed the connection while it passed its slabs")
             for region, fd in zip(batch, fds, strict=True):
-                if region.generation in wanted:
+                exported = wanted.pop(region.generation, None)
+                if exported is not None and exported != region:
+                    raise ProtocolError(f"the peer's slab {region} is not what it exported, {exported}")
+                if exported is not None:
                     slabs[region.generation] = attach(fd, region.nbytes, region.name)
         finally:
             for fd in fds:

@@ -21,7 +21,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from regauge.errors import ConfigError, DeadlineExceeded, ProtocolError
+from regauge.errors import ConfigError, DeadlineExceeded, ProtocolError, TransportError
 from regauge.move import frames
 from regauge.move.dial import Endpoint, tune
 from regauge.move.grants import Grants
@@ -97,9 +97,11 @@ class TcpTransport(ListeningTransport):
                 hello = Hello(VERSION, "data", session, target.session, self.name, lane=lane)
                 streams.append(self._end.dial(target, hello, deadline))
             return TcpPeer(self, target, session, streams, lambda limit: self.is_gone(target, session, limit))
-        except BaseException:
+        except BaseException as error:  # closed whatever broke, also by an interrupt
             for stream in streams:
                 stream.sock.close()
+            if isinstance(error, OSError):
+                raise TransportError(f"cannot serve a connection: {error}; raise the limit on open files") from error
             raise
 
     def is_gone(self, target: Exported, session: str, deadline: float) -> bool:

@@ -16,6 +16,7 @@ import hashlib
 import socket
 import ssl
 import threading
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -134,6 +135,12 @@ class TlsStream(Stream):
         super().__init__(sock, binding)
         self._channel, self._incoming, self._outgoing = channel, incoming, outgoing
         self._lock = threading.Lock()
+        self._until: float | None = None
+
+    def settimeout(self, value: float | None) -> None:
+        """Bound every blocking call, also one that takes many reads of the socket; None: block."""
+        self._until = None if value is None else time.monotonic() + value
+        super().settimeout(value)
 
     def send(self, data: bytes | memoryview, _flags: int = 0, /) -> int:
         """Encrypt and send a part of `data`; return its length. Raises OSError."""
@@ -206,6 +213,10 @@ class TlsStream(Stream):
                     pass  # a record is not whole yet
                 except ssl.SSLZeroReturnError:
                     return 0
+            if self._until is not None:
+                if (left := self._until - time.monotonic()) <= 0:
+                    raise TimeoutError
+                self.sock.settimeout(left)
             records = self.sock.recv(_RECEIVE_BYTES)
             if not records:
                 return 0

@@ -119,10 +119,12 @@ def decode_export(exported: bytes, kind: str) -> Exported:
         raise ProtocolError(f"a transport's export is malformed: {error}") from error
     if out.kind != kind:
         raise TransportError(f"the peer exports a {out.kind[:40]!r} transport, this side uses {kind!r}; set both alike")
-    if len(out.regions) > MAX_REGIONS or any(
-        not (0 <= r.address < 1 << 62 and 0 < r.nbytes < 1 << 62 and 0 <= r.generation < 1 << 63) for r in out.regions
-    ):
-        raise ProtocolError("a transport's export lists too many regions, or one that cannot exist")
+    if (
+        len(out.regions) > MAX_REGIONS
+        or len({r.generation for r in out.regions}) < len(out.regions)
+        or any(not (0 <= r.address < 1 << 62 and 0 < r.nbytes < 1 << 62 and 0 <= r.generation < 1 << 63) for r in out.regions)
+    ):  # fmt: skip
+        raise ProtocolError("a transport's export lists too many regions, one twice, or one that cannot exist")
     return out
 
 
@@ -272,9 +274,18 @@ class Transport(abc.ABC):
         return self._memory
 
     def slabs(self) -> list[tuple[Region, int]]:
-        """Return the registered regions with a descriptor of each, which the caller closes."""
-        with self._table_lock:
-            return [(region, os.dup(slab.fd)) for region, _, slab in self._live.values() if not slab.closed]
+        """Return the registered regions with a descriptor of each, which the caller closes. Raises TransportError without one."""
+        found: list[tuple[Region, int]] = []
+        try:
+            with self._table_lock:
+                for region, _, slab in self._live.values():
+                    if not slab.closed:
+                        found.append((region, os.dup(slab.fd)))  # closed below when one fails
+        except OSError as error:
+            for _, fd in found:
+                os.close(fd)
+            raise TransportError(f"no descriptor for a slab: {error}; raise the limit on open files") from error
+        return found
 
     def export(self) -> bytes:
         """Describe this transport to a peer: msgpack of `Exported`, at most MAX_EXPORT_BYTES."""

@@ -30,7 +30,8 @@ from regauge.move.crossing import Memory, PageTable
 from regauge.move.flow_types import LinkState as NicState
 from regauge.move.inbound import InboundLinks
 from regauge.move.ledger import Ledger
-from regauge.move.outbound import OutboundLinks, Outgoing
+from regauge.move.outbound import OutboundLinks
+from regauge.move.outgoing import Outgoing
 from regauge.move.pages import PagePool
 from regauge.move.protocol import TransferState
 from regauge.move.rails import Rails

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 from regauge.move import messages as m
 from regauge.move.protocol import Check, Write
 from regauge.testing.network import Flight, Link
-from regauge.testing.process import Process, Violation, expected
+from regauge.testing.process import Process, expected
 from regauge.testing.shape import CORRUPT, digest
+from regauge.testing.violation import Violation
 
 if TYPE_CHECKING:
     from regauge.testing.world import World

@@ -1,29 +1,26 @@
 """How transfers between real processes end when one is killed, stands still, gives up or loses its link.
 
 `Pair` holds a prefill and a decode process (`link_process`); `endure` lets one of them come to harm in the middle of a transfer, and
-`churn` runs many transfers, some of which end badly, to see what is left behind. Both raise `Violation`.
+`churn` runs many transfers, some of which end badly, to see what is left behind. Both raise `Violation`: a transfer did not end, a page
+was written that was somebody else's, or a page is not free again.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 import secrets
 import signal
-import sys
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal, get_args
 
-import msgspec
-
 from regauge.config import TransferConfig
-from regauge.errors import RegaugeError
+from regauge.testing.child import Child
 from regauge.testing.link_process import Role
+from regauge.testing.violation import Violation
 
 Side = Literal["prefill", "decode"]
 Harm = Literal["kill", "short stop", "long stop"]
@@ -32,11 +29,6 @@ HARMS: tuple[Harm, ...] = get_args(Harm)
 SHORT_STOP_S = 0.2
 SEED = 7
 """Of prefill's pages."""
-START_S, ANSWER_S = 60.0, 60.0
-
-
-class Violation(RegaugeError):
-    """A transfer did not end, a page was written that was somebody else's, or something was left behind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,105 +51,14 @@ class Shape:
 
     @property
     def bound_s(self) -> float:
-        """Seconds after which a transfer must have ended on a side that runs, whatever the other does."""
+        """Seconds after its grant in which a transfer must have ended on a side that runs, whatever the other does."""
         t = self.transfer
         return t.deadline_s + t.lease_s + t.resume_s + 2.0
 
-
-class Child:
-    """One process, and its answers."""
-
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self.process = process
-        self.facts: dict[str, Any] = {}
-        self._count = 0
-        self._answers: dict[int, asyncio.Future[Any]] = {}
-        self._events: dict[tuple[str, str], asyncio.Future[dict[str, Any]]] = {}
-        self._reader = asyncio.create_task(self._read())
-
-    @classmethod
-    async def start(cls, role: Role) -> Child:
-        """Start a process and wait until it is ready."""
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "regauge.testing.link_process",
-            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, limit=16 << 20,
-        )  # fmt: skip
-        child = cls(process)
-        child._answers[0] = asyncio.get_running_loop().create_future()
-        child._write(msgspec.json.encode(role))
-        child.facts = await asyncio.wait_for(child._answers[0], START_S)
-        return child
-
-    async def ask(self, do: str, **order: Any) -> Any:
-        """Give an order, and return its answer."""
-        self._count += 1
-        future = self._answers[self._count] = asyncio.get_running_loop().create_future()
-        self._write(json.dumps({"id": self._count, "do": do, **order}).encode())
-        return await asyncio.wait_for(future, ANSWER_S)
-
-    def event(self, kind: str, transfer: str) -> asyncio.Future[dict[str, Any]]:
-        """Return what the process will tell of a transfer: `ended` or `reached`."""
-        key = kind, transfer
-        if key not in self._events:
-            self._events[key] = asyncio.get_running_loop().create_future()
-        return self._events[key]
-
-    def forget(self, transfer: str) -> None:
-        """Let go of what was told of a transfer."""
-        for key in [key for key in self._events if key[1] == transfer]:
-            del self._events[key]
-
-    def signal(self, number: signal.Signals) -> None:
-        """Send a signal."""
-        self.process.send_signal(number)
-
-    async def struck(self, over: asyncio.Future[dict[str, Any]], seconds: float) -> bool:
-        """Wait until the process stands still or is dead: True; or until `over`, with a moment more for it: False."""
-        limit = time.monotonic() + seconds
-        while time.monotonic() < limit:
-            if self.process.returncode is not None or _stands_still(self.process.pid):
-                return True
-            if over.done():
-                limit = min(limit, time.monotonic() + 0.1)
-            await asyncio.sleep(0.001)
-        return False
-
-    async def close(self) -> None:
-        """Let the process end by itself; kill it if it does not."""
-        if self.process.stdin is not None:
-            self.process.stdin.close()
-        try:
-            await asyncio.wait_for(self.process.wait(), 30)
-        except TimeoutError:
-            self.process.kill()
-            await self.process.wait()
-        await self._reader
-
-    def _write(self, line: bytes) -> None:
-        assert self.process.stdin is not None  # noqa: S101  # it was asked for
-        self.process.stdin.write(line + b"\n")
-
-    async def _read(self) -> None:
-        assert self.process.stdout is not None  # noqa: S101  # likewise
-        while line := await self.process.stdout.readline():
-            facts = json.loads(line)
-            if "id" not in facts:
-                facts["at"] = time.monotonic()
-                future = self.event(facts["event"], facts["transfer"])
-                if not future.done():
-                    future.set_result(facts)
-            elif "error" in facts:
-                self._answers.pop(facts["id"]).set_exception(Violation(facts["error"]))
-            else:
-                self._answers.pop(facts["id"]).set_result(facts["answer"])
-
-
-def _stands_still(pid: int) -> bool:
-    """Say whether a process is stopped (proc(5): the field after the name in parentheses)."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text("ascii", "replace").rpartition(")")[2].split()[0] == "T"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
+    @property
+    def begun_s(self) -> float:
+        """Seconds after it was begun in which a transfer must have been granted, and then have ended."""
+        return self.transfer.offer_s + self.bound_s
 
 
 @dataclass
@@ -206,9 +107,10 @@ class Pair:
                 await asyncio.sleep(0.02)
 
     async def close(self) -> None:
-        """End both."""
-        for child in self.children.values():
-            await child.close()
+        """End both, also where ending one of them fails."""
+        async with AsyncExitStack() as stack:
+            for child in self.children.values():
+                stack.push_async_callback(child.close)
 
 
 @asynccontextmanager
@@ -220,9 +122,6 @@ async def pair(shape: Shape) -> AsyncIterator[Pair]:
         await out.start("prefill")
         yield out
     finally:
-        for child in out.children.values():
-            if child.process.returncode is None:
-                child.signal(signal.SIGCONT)
         await out.close()
 
 
@@ -239,33 +138,41 @@ class Ending:
 
 
 async def endure(
-    pair: Pair, victim: Side, harm: Harm, reach: float, *, pace_s: float = 0.0, after_s: float = 0.0005
+    pair: Pair,
+    victim: Side,
+    harm: Harm,
+    reach: float,
+    *,
+    pace_s: float = 0.0,
+    after_s: float = 0.0005,
+    alone: bool = False,
 ) -> Ending:
-    """Harm one process in the middle of a transfer. Raises Violation: see the module.
+    """Harm one side in the middle of a transfer. Raises Violation: see the module.
 
     Prefill is struck `after_s` seconds into a write, decode when it has verified a share of `reach`; `pace_s`: see `link_process`.
+    A side is its worker and the carriers in which a library runs, if any; `alone`: only the worker is struck, and they go on.
     """
     decode, child = pair.children["decode"], pair.children[victim]
     survivor = pair.children["prefill" if victim == "decode" else "decode"]
     number = signal.SIGKILL if harm == "kill" else signal.SIGSTOP
     name, bound = pair.name(), pair.shape.bound_s
-    strike = (1 + int(reach * min(6, pair.shape.layers - 2)), after_s, number) if victim == "prefill" else None
+    strike = (1 + int(reach * min(6, pair.shape.layers - 2)), after_s, number, alone) if victim == "prefill" else None
     source = await pair.begin(name, reach=reach if strike is None else 2.0, pace_s=pace_s, strike=strike)
     if strike is None:
-        await _within(decode.event("reached", name), bound, f"{name} never got under way")
+        await _within(decode.event("reached", name), pair.shape.begun_s, f"{name} never got under way")
         under_way = not decode.event("ended", name).done()
-        child.signal(number)
+        child.signal(number, alone=alone)
     else:
-        under_way = await child.struck(decode.event("reached", name), bound)
+        under_way = await child.struck(decode.event("reached", name), pair.shape.begun_s)
         if not under_way:
-            child.signal(number)
+            child.signal(number, alone=alone)
     ends: list[_End] = [await _harmed(pair, name, survivor, harm)]
     if harm == "kill":
         await child.close()
         await pair.start(victim)
     else:
         resumed = time.monotonic()
-        child.signal(signal.SIGCONT)
+        child.signal(signal.SIGCONT, alone=alone)
         ends += [await _end(each, name, resumed, bound) for each in (child, survivor)]
     delivered = decode.process.returncode is None and decode.event("ended", name).result()["delivered"]
     if delivered and (wrong := await decode.ask("take", name=name, source=source, seed=SEED)):
@@ -318,8 +225,8 @@ class Left:
     delivered: int
 
     def more(self) -> list[str]:
-        """Say of what there is more than before: descriptors, threads, segments, memory."""
-        slack = {"fds": 2, "threads": 2, "segments": 0, "rss_kib": 32 << 10, "free": 0, "transfers": 0}
+        """Say of what there is more than before: descriptors, threads, segments, processes, memory; or fewer free pages."""
+        slack = {"fds": 2, "threads": 2, "segments": 0, "processes": 0, "rss_kib": 32 << 10, "free": 0, "transfers": 0}
         return [
             f"{side}: {what} {was} -> {self.after[side][what]}"
             for side, state in self.before.items()
@@ -334,8 +241,7 @@ async def churn(pair: Pair, transfers: int, seed: int, *, at_once: int = 8, page
     draw, counts, delivered = random.Random(seed), dict.fromkeys(CHURN, 0), 0  # noqa: S311  # a choice, not a secret
     await _together(pair, ["delivered"] * at_once, pages)
     await _together(pair, ["prefill loses its link"], pages)
-    await pair.quiet()
-    before = {side: await child.ask("state") for side, child in pair.children.items()}
+    before = await _linked(pair, pages)
     left = transfers
     while left:
         kinds = draw.choices(list(CHURN), list(CHURN.values()), k=min(at_once, left))
@@ -343,11 +249,17 @@ async def churn(pair: Pair, transfers: int, seed: int, *, at_once: int = 8, page
         delivered += await _together(pair, kinds, pages)
         for kind in kinds:
             counts[kind] += 1
-    await pair.quiet()
+    after = await _linked(pair, pages)
     if wrong := await pair.children["decode"].ask("foreign"):
         raise Violation(f"pages {wrong} were somebody else's, and have been written")
-    after = {side: await child.ask("state") for side, child in pair.children.items()}
     return Left(before, after, counts, delivered)
+
+
+async def _linked(pair: Pair, pages: int) -> dict[Side, dict[str, int]]:
+    """Return what both use when nothing is under way and they are linked: a link has threads and memory of its own."""
+    await _together(pair, ["delivered"], pages)
+    await pair.quiet()
+    return {side: await child.ask("state") for side, child in pair.children.items()}
 
 
 async def _together(pair: Pair, kinds: list[str], pages: int) -> int:

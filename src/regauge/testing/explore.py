@@ -13,8 +13,9 @@ from dataclasses import dataclass, field, replace
 
 from regauge.testing import snapshot
 from regauge.testing.choices import events
-from regauge.testing.process import Job, Violation
+from regauge.testing.process import Job
 from regauge.testing.shape import Group, Placed, Setup
+from regauge.testing.violation import Violation
 from regauge.testing.world import Event, World
 
 Budget = tuple[tuple[str, int], ...]
@@ -31,7 +32,6 @@ class Instance:
     budget: Budget
     late: float = 13.0
     """Seconds that pass at once: more than a lease and a new link may take."""
-    world: Callable[[Setup], World] = World
 
 
 @dataclass
@@ -76,7 +76,7 @@ class Search:
         at = hash((snapshot.key(first), self.instance.budget))
         waiting = deque([_Node(first, self.instance.budget, at)])
         self._seen[at] = (0, ())
-        while waiting:
+        while waiting and self.found.states < self.limit:
             node = waiting.popleft()
             self.found.states += 1
             usual = events(node.world)
@@ -89,9 +89,7 @@ class Search:
                     waiting.append(new)
             if self.found.states % 1000 == 0:
                 report(self.found)
-            if len(self._seen) > self.limit:
-                return self.found
-        self.found.complete = True
+        self.found.complete = not waiting
         return self.found
 
     def _try(self, node: _Node, event: Event, budget: Budget) -> _Node | None:
@@ -173,7 +171,7 @@ def _announced(world: World, event: Event) -> bool:
 
 def begin(instance: Instance) -> World:
     """Return an instance's first state: its requests have come in, and nothing has happened."""
-    world = instance.world(instance.setup)
+    world = World(instance.setup)
     for number, (tokens, step) in enumerate(instance.jobs):
         chunks = tuple((at, min(tokens, at + step)) for at in range(0, tokens, step))
         ranks = ([p.name for p in instance.setup.prefill], [d.name for d in instance.setup.decode])
@@ -227,7 +225,7 @@ def deeper() -> list[Instance]:
         Instance("slots, two writes", small(staged=("full",), slots=2), ((2, 2),), (("break", 1), ("corrupt", 1), ("cancel", 1))),
         Instance("slots, reuse", staged, two, (("break", 1), ("cancel", 1))),
         Instance("deaths", small(), ((1, 1),), (("die", 2), ("break", 1), ("pass", 1))),
-        Instance("repeats", small(echoes=8), ((2, 2),), (("break", 1), ("repeat", 2), ("cancel", 1))),
+        Instance("repeats, twice", small(echoes=8), ((2, 2),), (("break", 1), ("repeat", 2), ("cancel", 1))),
         Instance("two layers", small(groups=(Group("full", (0, 1)),), prefill=(Placed("p", "p", (0, 1), (0,)),),
                  decode=(Placed("d", "d", (0, 1), (0,)),)), ((1, 1),), (("break", 1), ("corrupt", 1), ("cancel", 1))),
         Instance("two writers", small(heads=2, prefill=(Placed("p.0", "p", (0,), (0,)), Placed("p.1", "p", (0,), (1,))),

@@ -10,8 +10,9 @@ from typing import Literal
 
 from regauge.config import FlowConfig
 from regauge.testing.choices import events
-from regauge.testing.process import Job, Violation
+from regauge.testing.process import Job
 from regauge.testing.shape import MAX_TOKENS, Group, Placed, Setup
+from regauge.testing.violation import Violation
 from regauge.testing.world import Event, World
 
 GROUPS = (Group("full", (0, 1)), Group("window", (2, 3), 6), Group("recurrent", (4,)))
@@ -26,6 +27,12 @@ SLOW = (
     "", "hear", "notice", "fence", "close", "check", "written", "land", "obey", "connect", "begin", "compute", "retire"
 )  # fmt: skip
 """Kinds of events; some of them happen late in each world."""
+FAULTS = ("break", "die", "freeze", "cancel", "lost time", "repeat", "refuse", "corrupt", "part", "error")
+"""All kinds of faults; `part`: the network delivers the first half of a write whose writer is gone."""
+PART_RATE = 0.5
+"""Share of the writes of a writer that is gone which arrive in part: a connection that breaks off seldom does so between two."""
+ENDS_OF_FAULTS = {"restart": "processes restarted", "thaw": "processes thawed"}
+"""Events that end a fault, and what they are counted as: they are none themselves."""
 Split = Literal["one", "heads", "layers"]
 
 
@@ -45,6 +52,7 @@ class Outcome:
     worlds: int = 0
     stats: Counter[str] = field(default_factory=Counter)
     faults: Counter[str] = field(default_factory=Counter)
+    """How often each of `FAULTS` has struck."""
 
 
 def ranks(worker: str, split: Split) -> tuple[Placed, ...]:
@@ -165,14 +173,17 @@ class Driver:
         self.world.apply(event)
 
     def _spoil(self, event: Event) -> Event:
-        if event[0] not in ("land", "check") or self.rng.random() >= self._spoil_rate:
-            return event
         if event[0] == "check":
-            fault = "error" if self.rng.random() < 0.1 else ""
+            rate, fault = 0.1 * self._spoil_rate, "error"
+        elif event[0] != "land":
+            return event
+        elif self.world.links[int(event[1])].flights[int(event[2])].cells is None:
+            rate, fault = self._spoil_rate, "corrupt"
         else:
-            late = self.world.links[int(event[1])].flights[int(event[2])].cells is not None
-            fault = "part" if late else "corrupt"
-        self.faults[fault or "none"] += bool(fault)
+            rate, fault = PART_RATE, "part"
+        if self.rng.random() >= rate:
+            return event
+        self.faults[fault] += 1
         return (*event[:3], fault)
 
     def _fault(self) -> None:
@@ -182,9 +193,13 @@ class Driver:
             self._weights,
         )[0]  # fmt: skip
         event = drawn()
-        if event is not None:
+        if event is None:
+            return
+        if event[0] in ENDS_OF_FAULTS:
+            self.world.stats[ENDS_OF_FAULTS[event[0]]] += 1
+        else:
             self.faults["lost time" if event[0] == "pass" else str(event[0])] += 1
-            self._step(event)
+        self._step(event)
 
     def _break(self) -> Event | None:
         links = [link for link in self.world.links.values() if not link.broken]

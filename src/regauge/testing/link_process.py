@@ -7,6 +7,7 @@ is told in lines without an `id`. Pages hold patterns that tell who wrote them: 
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import itertools
 import json
@@ -94,7 +95,7 @@ def _pattern(words: int, seed: int, page: int, region: int) -> npt.NDArray[np.ui
     return out
 
 
-class Rank:
+class Rank(abc.ABC):
     """What both roles have in common."""
 
     def __init__(self, role: Role, memory: Memory, rails: Rails) -> None:
@@ -111,12 +112,13 @@ class Rank:
         """Begin; return what the parent needs to know."""
         return {}
 
+    @abc.abstractmethod
     async def close(self) -> None:
         """End all links."""
 
+    @abc.abstractmethod
     def links(self) -> InboundLinks | OutboundLinks:
         """Return this side's links."""
-        raise NotImplementedError
 
     def lease(self, name: str, tokens: int) -> list[int]:
         """Lease pages for a transfer."""
@@ -129,16 +131,18 @@ class Rank:
             link.channel.close()
 
     def state(self) -> dict[str, object]:
-        """Return what is in use: pages, transfers, descriptors, threads, shared segments, resident memory."""
+        """Return what is in use: pages, transfers, descriptors, threads, shared segments, processes started, resident memory."""
         self.pool.check_integrity()
-        segments = [path.readlink() for path in Path("/proc/self/map_files").iterdir()] if os.geteuid() == 0 else []
+        maps = Path("/proc/self/maps").read_text("utf-8", "replace").splitlines()
+        children = [path.read_text("ascii").split() for path in Path("/proc/self/task").glob("*/children")]
         status = dict(x.split(":", 1) for x in Path("/proc/self/status").read_text("ascii").splitlines() if ":" in x)
         return {
             "free": self.pool.free,
             "transfers": len(self.links().transfers()),
             "fds": len(list(Path("/proc/self/fd").iterdir())),
             "threads": threading.active_count(),
-            "segments": sum("memfd:" in str(target) for target in segments),
+            "segments": sum("/memfd:" in line for line in maps),
+            "processes": sum(map(len, children)),
             "rss_kib": int(status["VmRSS"].split()[0]),
         }
 
@@ -248,11 +252,12 @@ class PrefillRank(Rank):
         peers: dict[str, list[Any]],
         tokens: int,
         pace_s: float = 0.0,
-        strike: tuple[int, float, int] | None = None,
+        strike: tuple[int, float, int, bool] | None = None,
     ) -> list[int]:
         """Offer a transfer and compute it once it is granted, a layer each `pace_s` seconds; return its pages.
 
-        `strike`: number of a write, seconds after its beginning, and the signal that this process then gets.
+        `strike`: number of a write, seconds after its beginning, and the signal that this process group then gets, or this
+        process alone.
         """
         pages = self.lease(name, tokens)
         there = {peer: (host, port) for peer, (host, port) in peers.items()}
@@ -265,7 +270,7 @@ class PrefillRank(Rank):
         peers: dict[str, tuple[str, int]],
         tokens: int,
         pace_s: float,
-        strike: tuple[int, float, int] | None,
+        strike: tuple[int, float, int, bool] | None,
     ) -> None:
         tables = [PageTable(np.array(self.leased[name], np.int64))]
         try:
@@ -290,13 +295,13 @@ class PrefillRank(Rank):
         finally:
             self.sent.pop(name, None)
 
-    def _arm(self, peer: str, number: int, after_s: float, signal_: int) -> None:
+    def _arm(self, peer: str, number: int, after_s: float, signal_: int, alone: bool) -> None:
         writer, numbers = self.outbound._links[peer].writer, itertools.count()
         whole = writer.start
 
         def start(chunk: Write, tables: Sequence[PageTable], deadline_s: float) -> Posted:
             due = next(numbers) == number
-            timer = threading.Timer(after_s, os.kill, (os.getpid(), signal_))
+            timer = threading.Timer(after_s, os.kill if alone else os.killpg, (os.getpid(), signal_))
             at_once = writer.modes[chunk.pair] == "fused"  # else the bytes move once it has been posted
             if due and at_once:
                 timer.start()

@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from regauge.errors import RegaugeError
 from regauge.move import messages as m
 from regauge.move.flow import ReceiverFlow
 from regauge.move.flow_types import NicLimits
@@ -15,10 +14,7 @@ from regauge.move.protocol import Range
 from regauge.move.receiver import Receiver
 from regauge.move.sender import Sender
 from regauge.testing.shape import Placed, Setup
-
-
-class Violation(RegaugeError):
-    """An invariant of the protocol does not hold."""
+from regauge.testing.violation import Violation
 
 
 @dataclass(slots=True)

@@ -23,8 +23,9 @@ from regauge.move import messages as m
 from regauge.move.protocol import Action, Check, Delivered, Failed, FenceLink, Granted, Released, Relink, Send, Write
 from regauge.testing import data
 from regauge.testing.network import Ledger, Link
-from regauge.testing.process import Job, Process, Side, Violation, check_contents, compute, start, work
+from regauge.testing.process import Job, Process, Side, check_contents, compute, start, work
 from regauge.testing.shape import Placed, Setup
+from regauge.testing.violation import Violation
 
 Event = tuple[str | int | float, ...]
 

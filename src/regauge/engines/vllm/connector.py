@@ -211,7 +211,7 @@ class RegaugeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         name = self._settings.model or Path(model.model).name
         dtype = str(model.dtype).removeprefix("torch.")
         flags = Flags(
-            tp=size, rank=rank, page_size=self._config.cache_config.block_size, model_dtype=dtype, pool=_pool(self._kv),
+            tp=size, rank=rank, page_size=self._config.cache_config.block_size, model_dtype=dtype, pool=self._settings.pool or _pool(self._kv),
             kv_cache_dtype=self._config.cache_config.cache_dtype, platform="cpu", pages=self._kv.num_blocks,
         )  # fmt: skip
         return cache.rank_layout(model_from_config(_plain(model.hf_config), name=name), flags)

@@ -21,6 +21,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """As in regauge's configuration file; `key_file` must be given."""
     port: Annotated[int, msgspec.Meta(ge=0, le=65_535)] = 0
     """Decode: control port of rank 0, rank r listens at `port` + r."""
+    pool: str = ""
+    """How the cache lies, as the preset calls it; empty: as the backend is known to have it. What is said here is verified like the rest."""
     model: str = ""
     """What both sides call the model; empty: its folder's name."""
 

@@ -32,7 +32,10 @@ class Carrier:
     def __init__(self, request: wire.Open, environment: Mapping[str, str]) -> None:
         self._request = request
         self._what = f"the carrier process of {request.library.rpartition('.')[2]}"
-        self._sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            self._sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        except OSError as error:
+            raise TransportError(f"{self._what} does not start: {error}; raise the limit on open files") from error
         command = [sys.executable, "-m", "regauge.move.library.process", str(theirs.fileno())]
         try:
             # Libraries log to stdout, which may carry a protocol of the worker's own: both go to stderr.
@@ -98,7 +101,7 @@ class Carrier:
             try:
                 self._send(request, fd)
                 answer = self._receive(limit)
-            except BaseException:
+            except BaseException:  # whatever broke: its answer may still come, and would be taken for the next one
                 self.kill()
                 raise
         if not answer.ok:
@@ -146,7 +149,10 @@ class Carrier:
             raise self._lost() from error
         if not data:
             raise self._lost()
-        return _ANSWER.decode(data)
+        try:
+            return _ANSWER.decode(data)
+        except msgspec.DecodeError as error:
+            raise PeerLost(f"{self._what} gave an answer of {len(data)} bytes that cannot be read: {error}") from error
 
     def _lost(self) -> PeerLost:
         if self._over:

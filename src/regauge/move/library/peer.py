@@ -131,12 +131,15 @@ class LibraryPeer(Peer):
             numbers = np.array([region.generation for region in table.regions], dtype=np.int64)
             loads.append(_Load(chunk, numbers[index], chunk.pieces[:, 0] - starts[index]))
         with self._changed:
-            dead = self._dead
-            if dead is None:
-                self._queue.append(_Post(ticket, loads, deadline, self._to_lend()))
+            error: TransportError | None = self._dead and PeerLost(f"{self._dead}; connect again")
+            if error is None:
+                try:
+                    self._queue.append(_Post(ticket, loads, deadline, self._to_lend()))
+                except TransportError as none:
+                    error = none
                 self._changed.notify_all()
-        if dead is not None:
-            ticket.finish("failed", PeerLost(f"{dead}; connect again"))
+        if error is not None:
+            ticket.finish("failed", error)
 
     def _to_lend(self) -> list[tuple[Region, int]]:
         """Return the slabs that the carrier has not been given yet."""
@@ -243,7 +246,7 @@ class LibraryPeer(Peer):
                     raise TransportError("a slab of this side was closed before it was lent; register it again")
                 pieces[load.generations == generation, 0] += base
             self._carrier.ask(wire.Write(pieces.tobytes()), self._next_deadline)
-        except BaseException:
+        except BaseException:  # whatever broke: nobody knows what has landed
             self._doubtful = True
             raise
         finally:

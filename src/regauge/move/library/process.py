@@ -74,7 +74,11 @@ class Carrier:
         match request:
             case wire.Register(nbytes):
                 base = map_at_random(fd, nbytes)
-                library.register(base, nbytes)
+                try:
+                    library.register(base, nbytes)
+                except LibraryError:
+                    _libc.munmap(base, nbytes)
+                    raise
                 return wire.Answer(value=base)
             case wire.Forget(base, nbytes):
                 library.forget(base, nbytes)
@@ -114,7 +118,11 @@ def main() -> None:
             answer = wire.Answer(False, str(error) or type(error).__name__, getattr(error, "lost", False))
         for fd in fds:
             os.close(fd)
-        sock.send(msgspec.msgpack.encode(answer))
+        out = msgspec.msgpack.encode(answer)
+        if len(out) > wire.MAX_MESSAGE:
+            reason = f"the library describes itself in {len(out)} bytes; register fewer, larger slabs"
+            out = msgspec.msgpack.encode(wire.Answer(False, reason))
+        sock.send(out)
     os._exit(0)  # destructors of libraries wait for peers, or crash
 
 

@@ -108,7 +108,7 @@ class LibraryTransport(ListeningTransport):
         try:
             self.exposed = self._try_out()
             """Where a carrier listens, (address, port), other than on this side's address."""
-        except BaseException:
+        except BaseException:  # closed whatever broke, also by an interrupt
             sock.close()
             raise
         self._listener = Listener(
@@ -149,7 +149,7 @@ class LibraryTransport(ListeningTransport):
             stream.settimeout(None)
             bases = {each.generation: each.base for each in table.landings}
             peer = LibraryPeer(self, target, session, stream, carrier, bases, lent, self._asker(target, session))
-        except BaseException:
+        except BaseException:  # undone whatever broke, also an interrupt
             stream.sock.close()
             if carrier is not None:
                 carrier.kill()
@@ -193,7 +193,7 @@ class LibraryTransport(ListeningTransport):
         try:
             carrier.open(instant(TRIAL_S))
             exposed = [each for each in listening(carrier.pid) if each[0] != self._request.host]
-        except BaseException:
+        except BaseException:  # a process is never left behind, whatever broke
             carrier.kill()
             raise
         self._spare.append(carrier)

@@ -72,6 +72,7 @@ def main() -> None:
                 say(
                     done=name, tokens=list(output.outputs[0].token_ids), reason=output.outputs[0].finish_reason,
                     cached=output.num_cached_tokens, ttft=first.get(name), seconds=time.monotonic() - began[name],
+                    params=output.kv_transfer_params,
                 )  # fmt: skip
     engine.engine_core.shutdown()
     say(bye=True)

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,17 +32,19 @@ ANSWER_S = 120.0
 class Engine:
     """One engine process. Answers come in any order; `wait` takes the one that is asked for."""
 
-    def __init__(self, config: dict[str, Any], log: Path) -> None:
+    def __init__(self, config: dict[str, Any], log: Path, environment: Mapping[str, str] | None = None) -> None:
         self.log = log
         self._names = itertools.count()
         with log.open("wb") as errors:
             self.process = subprocess.Popen(
                 [sys.executable, str(HERE / "engine_process.py"), json.dumps(config)],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, env={**os.environ, **ENVIRONMENT}, text=True,
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, env={**os.environ, **ENVIRONMENT, **(environment or {})},
+                text=True,
             )  # fmt: skip
         self._answers: list[dict[str, Any]] = []
         self._new: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
-        threading.Thread(target=self._read, daemon=True).start()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
 
     def _read(self) -> None:
         assert self.process.stdout is not None
@@ -103,7 +105,12 @@ class Engine:
                 self.process.wait(20)
             except subprocess.TimeoutExpired:
                 self.process.kill()
-                self.process.wait()
+        self.process.wait()
+        self._reader.join()
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(OSError):  # what it did not read any more
+                    pipe.close()
 
 
 def free_port() -> int:
