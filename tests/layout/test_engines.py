@@ -10,7 +10,7 @@ import pytest
 from regauge.errors import LayoutError, PresetError
 from regauge.layout.dtypes import DTYPES
 from regauge.layout.engines import Flags, engine_layout, from_engine_form, pool_names
-from regauge.layout.presets import attention_model, load_layout, load_model, load_model_dtype, shipped_models
+from regauge.layout.presets import attention_model, load_described, load_layout, load_model, shipped_models
 from regauge.layout.spec import Array, Layout, Model, Shard
 from regauge.layout.view import bytes_per_token, check_memory, component_view, region_sizes
 from regauge.move import kernels
@@ -365,13 +365,14 @@ def test_neighbours_that_share_tokens_hold_the_same_heads() -> None:
     "name", [n for n in shipped_models() if n != "minimax-text-01"]
 )  # neither engine serves it now
 def test_every_shipped_model_has_an_engine_layout(name: str) -> None:
-    model = load_model(name)
+    told = load_described(name)
+    model = told.model
     expected = sum(
         a.heads * a.dim * 2 * len(s.layer_ids) for s in model.states if s.kind != "recurrent" for a in s.arrays.values()
     )
     pooled = sum(len(s.layer_ids) for s in model.states if s.kind == "indexer") * (132 - 256)  # 8-bit keys with a scale
     for engine, pool in (("sglang", "nhd"), ("vllm", "hnd")):
-        layout = make(engine, pool, model=model, model_dtype=load_model_dtype(name), ssm_dtype="float32", pages=2)
+        layout = make(engine, pool, model=model, model_dtype=told.dtype, ssm_dtype="float32", pages=2)
         assert bytes_per_token(layout) == expected + pooled
         assert {(g.kind, x) for g in layout.groups for x in g.layer_ids} == {
             (s.kind, x) for s in model.states for x in s.layer_ids

@@ -12,9 +12,8 @@ from regauge.errors import PresetError
 from regauge.layout.config import shipped_models
 from regauge.layout.models import (
     attention_model,
+    load_described,
     load_model,
-    load_model_dtype,
-    load_state_dtype,
     model_from_config,
 )
 from regauge.layout.spec import Array, Model, Rope, State
@@ -204,16 +203,18 @@ def test_a_folder_a_file_and_a_name(tmp_path: Path) -> None:
 
 def test_the_dtype_a_model_computes_in(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
+    plain = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
     for config, found in (
-        ({"torch_dtype": "float16"}, "float16"),
-        ({"dtype": "bfloat16"}, "bfloat16"),  # transformers 5
-        ({"text_config": {"torch_dtype": "float32"}}, "float32"),
-        ({}, ""),
+        ({**plain, "torch_dtype": "float16"}, "float16"),
+        ({**plain, "dtype": "bfloat16"}, "bfloat16"),  # transformers 5
+        ({"text_config": {**plain, "torch_dtype": "float32"}}, "float32"),
+        ({"text_config": plain, "torch_dtype": "float32"}, "float32"),
+        (plain, ""),
     ):
         path.write_text(json.dumps(config))
-        assert load_model_dtype(str(path)) == found
-    assert load_state_dtype("qwen3.5-397b-a17b") == "float32"
-    assert load_state_dtype("llama-3.1-8b") == ""
+        assert load_described(str(path)).dtype == found
+    assert load_described("qwen3.5-397b-a17b").state_dtype == "float32"
+    assert load_described("llama-3.1-8b").state_dtype == ""
 
 
 def token_bytes(model: Model) -> int:
@@ -263,10 +264,10 @@ def request_bytes(model: Model) -> int:
     ],
 )  # fmt: skip
 def test_the_shipped_geometry(name: str, token: int, request_: int, kinds: str) -> None:
-    model = load_model(name)
-    assert (token_bytes(model), request_bytes(model)) == (token, request_)
-    assert " ".join(s.kind for s in model.states) == kinds
-    assert load_model_dtype(name) == "bfloat16"
+    told = load_described(name)
+    assert (token_bytes(told.model), request_bytes(told.model)) == (token, request_)
+    assert " ".join(s.kind for s in told.model.states) == kinds
+    assert told.dtype == "bfloat16"
 
 
 def test_every_shipped_model_has_a_source() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from threading import get_ident
 
 import msgspec
 import numpy as np
@@ -11,10 +12,11 @@ from links_rig import PAIRS, both, fill, mark_all, settle
 
 from regauge.errors import AuthError, BoundsError, ProtocolError, Refused, RegaugeError, TransferFailed
 from regauge.layout.presets import attention_model
-from regauge.layout.spec import Array, Rope
+from regauge.layout.spec import Array, Layout, Rope
+from regauge.move.channel import decode_layout
 from regauge.move.crossing import Memory, PageTable
 from regauge.move.grants import STAGING_GRANT, grant_id
-from regauge.plan import check
+from regauge.plan import Verdict, check
 from regauge.plan.gate import Gate
 from regauge.plan.reference import transfer
 from strategies import assert_same
@@ -306,6 +308,27 @@ async def test_a_pair_that_is_refused_makes_no_link_and_says_why() -> None:
         with pytest.raises(RegaugeError, match=r"rope.theta: prefill has 500000.0, decode has 10000.0"):
             await b.offer("x", 10)
         assert b.source_pool.free == 24
+
+
+@pytest.mark.anyio
+async def test_a_peers_layout_is_read_and_judged_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may take half a second, in which other links must not stand still."""
+    where: list[int] = []
+
+    def read(data: bytes) -> Layout:
+        where.append(get_ident())
+        return decode_layout(data)
+
+    def judge(prefill: Layout, decode: Layout) -> Verdict:
+        where.append(get_ident())
+        return check(prefill, decode)
+
+    for side in ("inbound", "outbound"):
+        monkeypatch.setattr(f"regauge.move.{side}.decode_layout", read)
+    async with both(judges=(judge, judge)) as b:
+        await b.out.connect("d", b.address)
+    assert len(where) == 4
+    assert get_ident() not in where
 
 
 @pytest.mark.anyio

@@ -296,16 +296,6 @@ def load_model(source: str) -> Model:
     return model_from_config(config, name=name)
 
 
-def load_model_dtype(source: str) -> str:
-    """Return the dtype that a model's config says it computes in, "" where it says none. Raises as `load_described`."""
-    return _dtype(read_config(source)[0], *_DTYPE_KEYS)
-
-
-def load_state_dtype(source: str) -> str:
-    """Return the dtype that a config wants recurrent states in, "" where it says none. Raises as `load_described`."""
-    return _dtype(read_config(source)[0], *_STATE_KEYS)
-
-
 def _dtype(config: Mapping[str, Any], *keys: str) -> str:
     found = (part.get(key) for part in (Config(config), language_model(config)) for key in keys)
     return next((str(value) for value in found if value), "")

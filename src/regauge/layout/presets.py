@@ -41,8 +41,6 @@ from regauge.layout.models import (
     attention_model,
     load_described,
     load_model,
-    load_model_dtype,
-    load_state_dtype,
     model_from_config,
 )
 from regauge.layout.records import RECORDS, record_components
@@ -57,9 +55,7 @@ __all__ = [
     "load_described",
     "load_layout",
     "load_model",
-    "load_model_dtype",
     "load_named",
-    "load_state_dtype",
     "model_from_config",
     "shipped_models",
     "with_pages",

@@ -310,8 +310,8 @@ class InboundLinks:
             if hello.role != "prefill":
                 raise ProtocolError(f"{hello.worker} is a {hello.role} worker; only prefill workers connect here")
             await self._supersede(hello.worker)
-            layout = decode_layout(hello.layout)
-            verdict = self._judge(layout, self._memory.layout)
+            layout = await asyncio.to_thread(decode_layout, hello.layout)
+            verdict = await asyncio.to_thread(self._judge, layout, self._memory.layout)
             if verdict.path == "REFUSED":
                 raise Refused(tuple(str(r) for r in verdict.refusals))
             plan = await asyncio.to_thread(leg, layout, self._memory.layout)

@@ -246,8 +246,8 @@ class OutboundLinks:
             hello = await channel.hello()
             if hello.worker != peer or hello.role != "decode":
                 raise ProtocolError(f"{address} is {hello.role} worker {hello.worker!r}, not decode worker {peer!r}")
-            layout = decode_layout(hello.layout)
-            verdict = self._judge(self._memory.layout, layout)
+            layout = await asyncio.to_thread(decode_layout, hello.layout)
+            verdict = await asyncio.to_thread(self._judge, self._memory.layout, layout)
             if verdict.path == "REFUSED":
                 raise Refused(tuple(str(r) for r in verdict.refusals))
             plan = await asyncio.to_thread(self._plan, peer, layout)

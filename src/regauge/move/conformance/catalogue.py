@@ -16,7 +16,7 @@ import msgspec
 
 from regauge.errors import LayoutError
 from regauge.layout.engines import PREFIX
-from regauge.layout.presets import from_short, load_layout, load_model, load_model_dtype, load_state_dtype
+from regauge.layout.presets import from_short, load_described, load_layout
 from regauge.layout.spec import Component, Group, Layout, Model, Shard, format_layers
 
 _ATTENTION = (
@@ -170,12 +170,12 @@ def entries() -> list[Entry]:
 
 def build(entry: Entry) -> list[Layout]:
     """Return the layouts of all ranks of an entry, symbolic. Raises LayoutError for a form that is wrong."""
-    model = shortened(load_model(entry.model), _LAYERS.get(entry.model, 2))
+    told = load_described(entry.model)
+    model = shortened(told.model, _LAYERS.get(entry.model, 2))
     parts = [part.strip() for part in entry.form.split(",")]
     checkpoint = "calibrated" in parts
     form = ",".join(part for part in parts if part != "calibrated")
-    dtypes = load_model_dtype(entry.model) or "bfloat16", load_state_dtype(entry.model)
-    layouts = all_ranks(form, model, *dtypes)
+    layouts = all_ranks(form, model, told.dtype or "bfloat16", told.state_dtype)
     return [calibrated(layout) if checkpoint else layout for layout in layouts]
 
 

@@ -29,7 +29,7 @@ from regauge.engines.local.model import LocalModel
 from regauge.engines.local.prepare import prepare
 from regauge.engines.local.weights import weights_digest
 from regauge.errors import ConfigError, Refused
-from regauge.layout.presets import load_layout, load_model, load_model_dtype
+from regauge.layout.presets import load_described, load_layout
 from regauge.layout.spec import Layout, Model, Rule
 from regauge.move.crossing import Memory
 from regauge.plan import check
@@ -107,14 +107,15 @@ def measure(setting: Setting, cases: Sequence[Case], say: Say) -> list[Measured]
     calibrate = any(case.calibrate for case in cases)
     texts = read(folder, setting.text, setting.prompt + setting.answer, calibrate=calibrate)
     engine = LocalModel(folder, setting.threads or os.cpu_count() or 1)
-    base = msgspec.structs.replace(load_model(str(folder)), revision=setting.revision)
+    told = load_described(str(folder))
+    base = msgspec.structs.replace(told.model, revision=setting.revision)
     runs = Runs(engine, texts, setting.prompt, load_layout(PLAIN, base))
     text = Text(texts.sha256, len(texts.evaluated), setting.prompt, setting.answer, len(texts.calibration))
     found = []
     with closing(runs):
         for case in cases:
             say(f"measuring {case.prefill} -> {case.decode}" + (f" ({case.mistake})" if case.mistake else ""))
-            prefill, decode = layouts(case, base, load_model_dtype(str(folder)), runs)
+            prefill, decode = layouts(case, base, told.dtype, runs)
             row = runs.row(case, prefill, decode)
             found.append(Measured(row, prefill, decode, text, folder))
             worst = max(row.result.decode_control.kl_mean, row.result.prefill_control.kl_mean)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import closing
 from typing import Any
 
@@ -12,7 +11,7 @@ import numpy.typing as npt
 
 from regauge.engines.local.accuracy.bench import Bench
 from regauge.layout.dtypes import DTYPES
-from regauge.layout.spec import Component, Layout, Rule
+from regauge.layout.spec import Component, Layout, Rule, with_components
 
 Peaks = dict[str, npt.NDArray[np.float32]]
 """By component, the largest magnitude of each layer and head, float32[layers, heads]."""
@@ -37,7 +36,7 @@ def has_constants(layout: Layout) -> bool:
 
 def calibrated(layout: Layout, found: Peaks) -> Layout:
     """Return the layout with its constant scales replaced by calibrated ones, per tensor or head as it says."""
-    return _with_components(layout, lambda c: _calibrate(c, found[c.name]) if _constant(c) else c)
+    return with_components(layout, lambda c: _calibrate(c, found[c.name]) if _constant(c) else c)
 
 
 def with_rule(layout: Layout, rule: Rule) -> Layout:
@@ -48,22 +47,17 @@ def with_rule(layout: Layout, rule: Rule) -> Layout:
             return c
         return msgspec.structs.replace(c, scale=msgspec.structs.replace(c.scale, rule=rule))
 
-    return _with_components(layout, change)
+    return with_components(layout, change)
 
 
 def without_scales(layout: Layout) -> Layout:
     """Return the layout as a receiver takes it that was not told of its constant scales."""
-    return _with_components(layout, lambda c: msgspec.structs.replace(c, scale=None) if _constant(c) else c)
+    return with_components(layout, lambda c: msgspec.structs.replace(c, scale=None) if _constant(c) else c)
 
 
 def with_dtype(layout: Layout, dtype: str) -> Layout:
     """Return the layout as a receiver takes it that believes in another dtype of the same size."""
-    return _with_components(layout, lambda c: msgspec.structs.replace(c, dtype=dtype))
-
-
-def _with_components(layout: Layout, change: Callable[[Component], Component]) -> Layout:
-    groups = [msgspec.structs.replace(g, components=[change(c) for c in g.components]) for g in layout.groups]
-    return msgspec.structs.replace(layout, groups=groups)
+    return with_components(layout, lambda c: msgspec.structs.replace(c, dtype=dtype))
 
 
 def _constant(component: Component) -> bool:
