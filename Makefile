@@ -29,7 +29,7 @@ bench: $(READY)  ## every measured claim, in some hours; for the whole table of 
 	$(BIN)/python bench/plan.py
 	$(BIN)/python bench/transports.py
 	$(BIN)/python bench/transfer.py
-	$(BIN)/python bench/transfer.py --overlap --model smollm2-135m --tokens 1500
+	$(BIN)/python bench/overlap.py
 	$(BIN)/python bench/incast.py --seeds 1
 	$(BIN)/python bench/flow_cost.py
 	$(BIN)/regauge bench faults

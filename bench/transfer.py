@@ -47,7 +47,8 @@ from harness import cpu_of, print_table, write_json
 from regauge.config import TransferConfig
 from regauge.layout.presets import attention_model, from_short
 from regauge.layout.spec import Array, Layout, Rope
-from regauge.move.crossing import Memory, PageTable, bind, slab_bytes
+from regauge.move.bound import Memory, bind, slab_bytes
+from regauge.move.crossing import PageTable
 from regauge.move.inbound import InboundLinks
 from regauge.move.memory import Slab
 from regauge.move.outbound import OutboundLinks

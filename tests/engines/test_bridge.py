@@ -15,7 +15,7 @@ from regauge.engines.bridge import Ended, ReceivingEnd, SendingEnd
 from regauge.engines.local.kv import allocate
 from regauge.layout.presets import attention_model, from_short
 from regauge.layout.spec import Array, Rope
-from regauge.move.crossing import Borrowed, Memory
+from regauge.move.bound import Borrowed, Memory
 from regauge.plan.reference import transfer
 from strategies import Pool, assert_same
 

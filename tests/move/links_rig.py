@@ -13,7 +13,8 @@ from regauge.config import TransferConfig
 from regauge.engines.local.kv import allocate
 from regauge.layout.presets import attention_model, from_short
 from regauge.layout.spec import Array, Rope
-from regauge.move.crossing import Memory, PageTable
+from regauge.move.bound import Memory
+from regauge.move.crossing import PageTable
 from regauge.move.inbound import InboundLinks
 from regauge.move.outbound import OutboundLinks
 from regauge.move.outgoing import Outgoing

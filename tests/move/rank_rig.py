@@ -13,10 +13,11 @@ import numpy as np
 from regauge.config import TransferConfig
 from regauge.layout.spec import Group, Layout, Region
 from regauge.layout.view import region_sizes
+from regauge.move.bound import Memory
 from regauge.move.conformance import catalogue
 from regauge.move.conformance.pools import LENGTH, PREFIX, Pool, generator, random_pool, spread, tokens_of
 from regauge.move.conformance.suite import Source, first_difference, source
-from regauge.move.crossing import Memory, PageTable
+from regauge.move.crossing import PageTable
 from regauge.move.inbound import Arrival, InboundLinks
 from regauge.move.memory import Slab
 from regauge.move.outbound import OutboundLinks

@@ -9,7 +9,8 @@ from regauge.errors import ConfigError
 from regauge.layout.files import decode, encode
 from regauge.layout.presets import attention_model, from_short, load_model
 from regauge.layout.spec import Array
-from regauge.move.crossing import Terms, bind, choose_mode, slab_bytes
+from regauge.move.bound import bind, slab_bytes
+from regauge.move.crossing import Terms, choose_mode
 from regauge.move.memory import Slab
 from regauge.plan import compile
 from regauge.plan.cost import DEFAULTS, Setting, TransportConstants

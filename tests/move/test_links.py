@@ -13,8 +13,9 @@ from links_rig import PAIRS, both, fill, mark_all, settle
 from regauge.errors import AuthError, BoundsError, ProtocolError, Refused, RegaugeError, TransferFailed
 from regauge.layout.presets import attention_model
 from regauge.layout.spec import Array, Layout, Rope
+from regauge.move.bound import Memory
 from regauge.move.channel import decode_layout
-from regauge.move.crossing import Memory, PageTable
+from regauge.move.crossing import PageTable
 from regauge.move.grants import STAGING_GRANT, grant_id
 from regauge.plan import Verdict, check
 from regauge.plan.gate import Gate

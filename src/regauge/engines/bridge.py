@@ -18,7 +18,8 @@ import structlog
 
 from regauge.config import TransferConfig
 from regauge.errors import DeadlineExceeded, RegaugeError
-from regauge.move.crossing import Borrowed, PageTable
+from regauge.move.bound import Borrowed
+from regauge.move.crossing import PageTable
 from regauge.move.inbound import Arrival, InboundLinks
 from regauge.move.outbound import Address, OutboundLinks
 from regauge.move.outgoing import Outgoing

@@ -28,8 +28,9 @@ from regauge.errors import (
 )
 from regauge.move import messages as m
 from regauge.move import prepared, tls
+from regauge.move.bound import Borrowed
 from regauge.move.channel import HELLO_S, Channel, Door, decode_layout, encode_layout
-from regauge.move.crossing import Borrowed, Checker, Crossing, PageTable
+from regauge.move.crossing import Checker, Crossing, PageTable
 from regauge.move.flow import ReceiverFlow
 from regauge.move.flow_types import LinkState as NicState
 from regauge.move.flow_types import NicLimits

@@ -20,9 +20,10 @@ from regauge.errors import ProtocolError, Refused, RegaugeError, TransferFailed,
 from regauge.layout.spec import Layout
 from regauge.move import messages as m
 from regauge.move import tls
+from regauge.move.bound import Borrowed, exports
 from regauge.move.channel import Channel, decode_layout, encode_layout
 from regauge.move.costs import read
-from regauge.move.crossing import DEPTH, Borrowed, Crossing, PageTable, Terms, Writer, exports
+from regauge.move.crossing import DEPTH, Crossing, PageTable, Terms, Writer
 from regauge.move.flow_sender import Pace
 from regauge.move.links import OutLink
 from regauge.move.memory import Slab

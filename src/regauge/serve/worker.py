@@ -26,7 +26,8 @@ from regauge.engines.local.model import LocalModel
 from regauge.engines.local.scheduler import Output, Request, Scheduler, pages_needed
 from regauge.engines.local.thread import EngineThread
 from regauge.errors import EngineError, RegaugeError
-from regauge.move.crossing import Memory, PageTable
+from regauge.move.bound import Memory
+from regauge.move.crossing import PageTable
 from regauge.move.flow_types import LinkState as NicState
 from regauge.move.inbound import InboundLinks
 from regauge.move.ledger import Ledger

@@ -28,7 +28,8 @@ from regauge.config import TransferConfig
 from regauge.errors import RegaugeError, TransferFailed
 from regauge.layout.presets import attention_model, from_short
 from regauge.layout.spec import Array
-from regauge.move.crossing import Memory, PageTable, Posted, bind, slab_bytes
+from regauge.move.bound import Memory, bind, slab_bytes
+from regauge.move.crossing import PageTable, Posted
 from regauge.move.inbound import Arrival, InboundLinks
 from regauge.move.memory import Slab
 from regauge.move.outbound import OutboundLinks

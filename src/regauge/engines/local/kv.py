@@ -18,7 +18,7 @@ from regauge.engines.local.model import Segment
 from regauge.errors import ConfigError
 from regauge.layout.spec import Component, Group, Layout, Placement
 from regauge.move import kernels
-from regauge.move.crossing import Memory, bind, slab_bytes
+from regauge.move.bound import Memory, bind, slab_bytes
 from regauge.move.memory import Slab
 from regauge.plan import Side, compile, instantiate
 from regauge.plan.tiles import Convert, Int64, Tiles

@@ -30,7 +30,7 @@ from regauge.engines.vllm.worker import Rank
 from regauge.errors import ConfigError, EngineError
 from regauge.layout.engines import Flags
 from regauge.layout.models import model_from_config
-from regauge.move.crossing import Borrowed
+from regauge.move.bound import Borrowed
 
 log = structlog.get_logger()
 

@@ -19,7 +19,7 @@ from regauge.engines.local.model import LocalModel, Segment
 from regauge.layout.presets import with_pages
 from regauge.layout.spec import Layout
 from regauge.move import kernels
-from regauge.move.crossing import Memory
+from regauge.move.bound import Memory
 from regauge.plan import Side, compile, instantiate
 
 Logits = npt.NDArray[np.float32]

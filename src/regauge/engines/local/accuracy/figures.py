@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from regauge.engines.local.accuracy.bench import Bench, Logits
-from regauge.move.crossing import Memory
+from regauge.move.bound import Memory
 from regauge.plan.quality import Figures
 
 

@@ -31,7 +31,7 @@ from regauge.engines.local.weights import weights_digest
 from regauge.errors import ConfigError, Refused
 from regauge.layout.presets import load_described, load_layout
 from regauge.layout.spec import Layout, Model, Rule
-from regauge.move.crossing import Memory
+from regauge.move.bound import Memory
 from regauge.plan import check
 from regauge.plan.gate import shortfalls
 from regauge.plan.quality import Record, Result, Text, conversions, identify
