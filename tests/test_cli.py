@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -198,6 +199,7 @@ def test_check_and_explain_take_engines_flags_on_either_side(capsys: pytest.Capt
         (("check", "no.toml", "bf16"), "no.toml: cannot be read: No such file or directory"),
         (("check", "bf16", "bf16", "--model", "x"), "no shipped model; shipped are"),
         (("explain", "bf16", "bf16", "--link", "fast"), "--link 'fast': give bits per second"),
+        (("explain", "bf16", "bf16", "--link", "9" * 400), "give bits per second"),
         (("explain", "bf16", "bf16", "--tokens", "0"), "--tokens 0: give a number from 1"),
         (("explain", "bf16", "bf16", "--chunk-tokens", "0"), "--chunk-tokens 0: give a number from 1"),
         (
@@ -317,6 +319,20 @@ def test_output_that_nobody_reads_is_no_error() -> None:
     command = f"{sys.executable} -m regauge layout bf16 | head -1"
     done = subprocess.run(["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "[model]\n", "")
+
+
+@pytest.mark.parametrize("arguments", [["layout", "--list"], ["version"]])
+def test_short_output_that_nobody_reads_is_no_error(arguments: list[str]) -> None:
+    """It is written when the process ends, or would be."""
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "regauge", *arguments], stdout=write, stderr=subprocess.PIPE, check=False
+        )
+    finally:
+        os.close(write)
+    assert (done.returncode, done.stderr) == (0, b"")
 
 
 def test_check_pairs_all_ranks_of_both_sides(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -172,7 +172,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     verbs = {"serve": _serve, "check": _check, "explain": _explain, "layout": _layout, "probe": _probe, "bench": _bench,
              "top": cli_top.run, "version": _version, "collect-env": _collect_env}  # fmt: skip
     try:
-        return verbs[options.verb](options)
+        code = verbs[options.verb](options)
+        sys.stdout.flush()  # here, where a reader that has gone is no error
+        return code
     except Refused as error:
         return _problem(options, "refused", list(error.reasons), 1)
     except (LayoutError, ConfigError) as error:

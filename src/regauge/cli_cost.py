@@ -7,6 +7,7 @@ import json
 import re
 import sys
 from dataclasses import asdict
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -74,7 +75,7 @@ def _gigabits(text: str | None) -> float | None:
         rate = float(match[1]) * {"M": 1e-3, "": 1e-9, "G": 1.0, "T": 1e3}[match[2].upper()] if match else 0.0
     except ValueError:
         rate = 0.0
-    if rate <= 0:
+    if not 0 < rate < inf:
         raise ConfigError(f"--link {text!r}: give bits per second, such as 25G or 400G")
     return rate
 

@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from regauge.errors import ProtocolError
 from regauge.move.pages import PagePool
 from regauge.serve.admission import Admission
 
@@ -48,3 +49,19 @@ async def test_a_waiter_that_gives_up_holds_nothing(granted: bool) -> None:
     assert len(await behind) == 1
     pool.check_integrity()
     assert pool.free == 1
+
+
+@pytest.mark.anyio
+async def test_an_owner_that_has_pages_already_is_told_so_and_nobody_else() -> None:
+    pool = PagePool(4, 16)
+    admission = Admission(pool)
+    await admission.lease("a", 1)
+    await admission.lease("other", 3)
+    twice, behind = (asyncio.create_task(admission.lease(n, 1)) for n in ("a", "b"))
+    await asyncio.sleep(0)
+    pool.release("other")
+    admission.pump()
+    with pytest.raises(ProtocolError, match="'a' owns pages already"):
+        await twice
+    assert len(await behind) == 1
+    assert pool.free == 2

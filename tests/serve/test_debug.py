@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from typing import Any
 
 import msgspec
 import pytest
@@ -13,6 +14,7 @@ from regauge.errors import ProtocolError
 from regauge.move.protocol import LegState, TransferState
 from regauge.move.state import LinkState, SessionState, Totals
 from regauge.serve.debug import MAX_SHOWN, SHOWN, Hidden, Overview, WorkerState, bounded, is_loopback, shown
+from regauge.serve.gateway import Server
 from regauge.serve.text import Tokenizer
 
 PATH = "/debug/transfers"
@@ -73,6 +75,39 @@ async def test_only_this_machine_may_look(rig: Rig) -> None:
         assert answer.status == 403
         assert "loopback" in (await answer.json())["error"]["message"]
     assert rig.sample("regauge_requests_total", route=PATH, status="403") >= 1
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("proxy", "client", "status"),
+    [
+        *((own, "10.1.2.3", 403) for own in ("127.0.0.1", "::1", "::ffff:127.0.0.1")),
+        ("::1", "127.0.0.1", 200),
+        ("10.1.2.3", "127.0.0.1", 403),  # a stranger's word for where it is
+    ],
+)
+async def test_what_a_proxy_on_this_machine_passes_on_is_its_clients(
+    rig: Rig, proxy: str, client: str, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if proxy == "10.1.2.3":
+        monkeypatch.setenv("FORWARDED_ALLOW_IPS", "*")  # uvicorn's own, which is not asked
+    config = Server(rig.server.config.app).config
+    config.load()
+    sent: list[dict[str, Any]] = []
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    scope = {
+        "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1", "method": "GET",
+        "scheme": "http", "path": PATH, "raw_path": PATH.encode(), "query_string": b"", "root_path": "",
+        "headers": [(b"x-forwarded-for", client.encode())], "client": (proxy, 1), "server": ("x", 1), "state": {},
+    }  # fmt: skip
+    await config.loaded_app(scope, receive, send)
+    assert sent[0]["status"] == status
 
 
 @pytest.mark.anyio

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from threading import get_ident
 from typing import Any
 
 import pytest
@@ -100,3 +101,65 @@ async def test_a_body_that_does_not_come_is_not_waited_for(tokenizer: Tokenizer)
         assert line.startswith(b"HTTP/1.1 408")
         writer.close()
         await writer.wait_closed()
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        (CHAT, chat("x" * 20_000)),
+        (CHAT, {"model": MODEL, "messages": [{"role": "user", "content": ""}] * 1_000}),
+        (TEXT, text(["word " * 1_000] * 100)),
+        (TEXT, text(["a"] * 500, max_tokens=600)),
+    ],
+)
+async def test_what_takes_long_to_tokenise_does_not_hold_the_event_loop(
+    rig: Rig, ask: tuple[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    where: set[int] = set()
+    for name in ("encode", "encode_chat"):
+        own = getattr(rig.tokenizer, name)
+
+        def seen(what: Any, own: Any = own) -> Any:
+            where.add(get_ident())
+            return own(what)
+
+        monkeypatch.setattr(rig.tokenizer, name, seen)
+    status, body, _ = await rig.post(*ask)
+    assert (status, error_of(body)[2]) == (400, "context_length_exceeded"), (
+        "no worker, which would tokenise, hears of it"
+    )
+    assert where
+    assert get_ident() not in where
+    where.clear()
+    await rig.post(CHAT, chat())
+    assert where == {get_ident()}, "a thread for a short one would only cost time"
+
+
+async def test_more_prompts_than_are_taken_are_not_even_tokenised(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(rig.tokenizer, "encode", asked.append)
+    status, body, _ = await rig.post(TEXT, text(["a"] * 100_000))
+    assert (status, body["error"]["message"]) == (400, "'prompt': 100000 prompts x n=1 is more than 512 requests")
+    assert asked == []
+
+
+async def test_a_request_that_the_server_cuts_short_leaves_the_house(tokenizer: Tokenizer) -> None:
+    """As uvicorn does with those that outlive its shutdown: also in the middle of their own end."""
+    async with open_rig(tokenizer) as rig:
+        rig.decode.hold = asyncio.Event()
+        asking = asyncio.create_task(status_of(rig, CHAT, chat()))
+        await asyncio.wait_for(rig.decode.arrivals.get(), WAIT_S)
+        house = rig.server.config.app.state.house
+        assert house.choices == 1
+        [task] = rig.server.server_state.tasks
+        for _ in range(2):
+            task.cancel()
+            await asyncio.sleep(0)
+        await asyncio.wait([task], timeout=WAIT_S)
+        assert house.choices == 0
+        assert await asking == 500
+
+
+async def status_of(rig: Rig, path: str, body: Any) -> int:
+    async with rig.client.post(rig.base + path, json=body) as answer:
+        return answer.status

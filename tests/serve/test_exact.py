@@ -22,11 +22,10 @@ from regauge.engines.local.sampling import SamplingParams
 from regauge.engines.local.scheduler import Request, Scheduler
 from regauge.layout import files
 from regauge.layout.presets import from_short, load_model, with_pages
-from regauge.move.shm import ShmTransport
-from regauge.move.tcp import TcpTransport
+from regauge.move.transports import open_rails
 from regauge.serve import wire
 from regauge.serve.text import Tokenizer
-from regauge.serve.worker import DecodeWorker, PrefillWorker
+from regauge.serve.worker import DecodeWorker, PrefillWorker, RefusalError
 
 LENGTHS = (1, 2, 15, 16, 17, 24, 25, 48, 49, 63, 64, 65, 97, 128, 129, 200, 256, 257, 700, 1500)
 ANSWER = 12
@@ -86,26 +85,26 @@ async def workers(
     base, key = load_model(BUNDLED_MODEL), bytes(32)
     layouts = {"p": with_pages(from_short(prefill, base), 4096), "d": with_pages(from_short(decode, base), 4096)}
     memories = {name: allocate(layout) for name, layout in layouts.items()}
-    transports = {n: TcpTransport(key=key, name=n) if kind == "tcp" else ShmTransport(key=key, name=n) for n in "pd"}
-    for name, transport in transports.items():
-        transport.register(memories[name].slab)
+    rails = {name: open_rails(config.transfer, key=key, name=name) for name in "pd"}
+    for name, each in rails.items():
+        each.register(memories[name].slab)
 
     def described(name: str, peers: dict[str, tuple[str, int]]) -> wire.WorkerSpec:
         return wire.WorkerSpec(
             config=config, name=name, role="prefill" if name == "p" else "decode", model_folder="", model_name=BUNDLED_MODEL,
             layout=files.encode(layouts[name], format="json"), token="t", key=key.hex(), port=0, control_port=0, peers=peers)  # fmt: skip
 
-    d = DecodeWorker(described("d", {}), memories["d"], model, transports["d"])
+    d = DecodeWorker(described("d", {}), memories["d"], model, rails["d"])
     address = await d.links.start("127.0.0.1")
-    p = PrefillWorker(described("p", {"d": address}), memories["p"], model, transports["p"])
+    p = PrefillWorker(described("p", {"d": address}), memories["p"], model, rails["p"])
     try:
         yield p, d
     finally:
         for worker in (p, d):
             await worker.close()
             await worker.links.close()
-        for name, transport in transports.items():
-            transport.close()
+        for name, each in rails.items():
+            each.close()
             memories[name].slab.close()
 
 
@@ -138,3 +137,23 @@ async def test_the_answer_is_the_engines_own(
         for worker in (p, d):
             worker.pool.check_integrity()
             assert worker.pool.free == worker.pool.pages
+
+
+@pytest.mark.anyio
+async def test_a_stream_comes_to_an_end_whatever_breaks(
+    model: LocalModel, prompts: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def broken(*_: object) -> tuple[int, str]:
+        raise LookupError("nobody thought of this")
+
+    async with workers(model, *PAIRS["direct"]) as (p, d):
+        monkeypatch.setattr(d, "_decode", broken)
+        events: asyncio.Queue[wire.Event] = asyncio.Queue()
+        job = asyncio.create_task(d.generate(wire.Generate("x", "t", list(prompts[2]), greedy(), "p"), events))
+        await p.prefill(wire.Prefill("x", "t", list(prompts[2]), greedy(), "d"))
+        await job
+        *_, end = [events.get_nowait() for _ in range(events.qsize())]
+        assert end == wire.ErrorEvent("engine_failed", "nobody thought of this", "d")
+        assert d.pool.free == d.pool.pages
+        with pytest.raises(RefusalError, match="token_ids is empty"):
+            d.admit("y", 0, 1)

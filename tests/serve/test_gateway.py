@@ -285,8 +285,9 @@ async def test_a_taken_port_is_said_with_the_remedy() -> None:
         port = first.getsockname()[1]
         with pytest.raises(ConfigError, match=rf"port {port} on 127\.0\.0\.1 is taken.*--port"):
             listen("127.0.0.1", port)
-    with pytest.raises(ConfigError, match="--host"):
-        listen("no such host", 1)
+    for host in ("no such host", "a..b", "x" * 300):
+        with pytest.raises(ConfigError, match="--host"):
+            listen(host, 1)
 
 
 @pytest.mark.process

@@ -251,6 +251,19 @@ def test_a_folder_at_fault_is_named(tmp_path: Path) -> None:
     folder(tmp_path, tokenizer_config={"chat_template": "{% for %}"})
     with pytest.raises(ConfigError, match="chat template does not compile"):
         Tokenizer.load(tmp_path)
+    folder(tmp_path, tokenizer_config={"chat_template": ["{{ a }}", {"name": "default", "template": "{{ 1 }}"}]})
+    assert Tokenizer.load(tmp_path).render_chat([]) == "1"
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(ConfigError, match=r"chat_template\.jinja: is not UTF-8"):
+        Tokenizer.load(tmp_path)
+    (tmp_path / "chat_template.jinja").unlink()
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    with pytest.raises(ConfigError, match=r"config\.json: "):
+        Tokenizer.load(tmp_path)
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").mkdir()
+    with pytest.raises(ConfigError, match=r"config\.json: Is a directory"):
+        Tokenizer.load(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text("{")
     with pytest.raises(ConfigError, match=r"tokenizer_config\.json"):
         Tokenizer.load(tmp_path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
+from regauge.errors import RegaugeError
 from regauge.move.pages import PagePool
 
 
@@ -21,7 +22,7 @@ class Admission:
         return len(self._queue)
 
     async def lease(self, owner: str, count: int) -> list[int]:
-        """Wait for so many pages, and take them. A caller that is cancelled has none."""
+        """Wait for so many pages, and take them. A caller that is cancelled has none. Raises as `PagePool.lease`."""
         future: asyncio.Future[list[int]] = asyncio.get_running_loop().create_future()
         entry = (owner, count, future)
         self._queue.append(entry)
@@ -40,5 +41,9 @@ class Admission:
         """Serve the queue's head for as long as its pages are free. Call this when pages have been released."""
         while self._queue and self._queue[0][1] <= self._pool.free:
             owner, count, future = self._queue.popleft()
-            if not future.done():
+            if future.done():
+                continue
+            try:
                 future.set_result(self._pool.lease(owner, count))
+            except RegaugeError as error:  # its own fault, and not that of whoever calls
+                future.set_exception(error)

@@ -127,18 +127,23 @@ class Answer:
             summary[observe.ERROR] = "the client does not read its answer"
         finally:
             gone.cancel()
-            await asyncio.gather(gone, self._job.close(), return_exceptions=True)
-            self._house.leave(self._job)
-            tally, usage = self._job.tally, self._job.usage()
-            summary |= {
-                observe.PATH: self._path,
-                observe.MODE: tally.mode,
-                observe.WIRE_BYTES: tally.wire_bytes,
-                observe.PROMPT_TOKENS: usage.prompt_tokens,
-                observe.COMPLETION_TOKENS: usage.completion_tokens,
-                observe.TTFT_S: _rounded(tally.ttft_s),
-                observe.TPOT_S: _rounded(tally.tpot_s),
-            }
+            try:
+                await asyncio.gather(gone, self._job.close(), return_exceptions=True)
+            finally:  # also where the server cuts this short: a job that never left would keep the house open
+                self._house.leave(self._job)
+                self._note(summary)
+
+    def _note(self, summary: dict[str, object]) -> None:
+        tally, usage = self._job.tally, self._job.usage()
+        summary |= {
+            observe.PATH: self._path,
+            observe.MODE: tally.mode,
+            observe.WIRE_BYTES: tally.wire_bytes,
+            observe.PROMPT_TOKENS: usage.prompt_tokens,
+            observe.COMPLETION_TOKENS: usage.completion_tokens,
+            observe.TTFT_S: _rounded(tally.ttft_s),
+            observe.TPOT_S: _rounded(tally.tpot_s),
+        }
 
     async def _watch(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":

@@ -6,7 +6,7 @@ import asyncio
 import re
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from typing import Final
 
@@ -38,7 +38,9 @@ from regauge.serve.replies import Writer
 from regauge.serve.text import TemplateError, Tokenizer
 
 LONG_TEXT: Final = 16_384
-"""Characters from which on a prompt is tokenised in a thread: the event loop must not stand still."""
+"""Characters from which on a request is tokenised in a thread: the event loop must not stand still."""
+PIECE: Final = 64
+"""Characters that a message or prompt counts for besides its own: what the template writes around it, and each call's cost."""
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
@@ -196,9 +198,11 @@ class Gateway:
 
     async def _answer(self, request: Request, ask: Ask) -> Answer:
         self._check_model(ask.model)
-        prompts = await self._encode(ask)
-        if len(prompts) * ask.n > self._limits.max_queue:
-            raise bad("prompt", f"{len(prompts)} prompts x n={ask.n} is more than {self._limits.max_queue} requests")
+        count = 1 if ask.chat else len(ask.prompts)
+        if count * ask.n > self._limits.max_queue:
+            raise bad("prompt", f"{count} prompts x n={ask.n} is more than {self._limits.max_queue} requests")
+        long = sum(len(piece) + PIECE for piece in _pieces(ask)) > LONG_TEXT
+        prompts = await asyncio.to_thread(self._encode, ask) if long else self._encode(ask)
         budgets = [self._budget(ids, ask, index) for index, ids in enumerate(prompts)]
         for worker in self._workers.both():
             if (fault := _fault(worker)) is not None:
@@ -252,29 +256,22 @@ class Gateway:
             limit_s=self._limits.request_timeout_s + SLOW_READER_S,
         )
 
-    async def _encode(self, ask: Ask) -> list[list[int]]:
+    def _encode(self, ask: Ask) -> list[list[int]]:
         if ask.chat:
-            size = sum(len(message["content"]) for message in ask.messages)
             try:
-                if size < LONG_TEXT:
-                    return [self._tokenizer.encode_chat(ask.messages)]
-                return [await asyncio.to_thread(self._tokenizer.encode_chat, ask.messages)]
+                return [self._tokenizer.encode_chat(ask.messages)]
             except TemplateError as error:
                 raise bad("messages", str(error)) from error
+        size = self._tokenizer.vocab_size
         prompts = []
         for index, prompt in enumerate(ask.prompts):
             if isinstance(prompt, str):
-                few = len(prompt) < LONG_TEXT
-                encode = self._tokenizer.encode
-                prompts.append(encode(prompt) if few else await asyncio.to_thread(encode, prompt))
-            else:
-                size = self._tokenizer.vocab_size
-                if any(not 0 <= token < size for token in prompt):
-                    raise bad(
-                        "prompt" if len(ask.prompts) == 1 else f"prompt[{index}]",
-                        f"token ids go up to {size - 1}",
-                    )
+                prompts.append(self._tokenizer.encode(prompt))
+            elif all(0 <= token < size for token in prompt):
                 prompts.append(prompt)
+            else:
+                where = "prompt" if len(ask.prompts) == 1 else f"prompt[{index}]"
+                raise bad(where, f"token ids go up to {size - 1}")
         return prompts
 
     def _budget(self, ids: list[int], ask: Ask, prompt: int) -> int:
@@ -295,6 +292,10 @@ class Gateway:
             return ask.max_tokens
         usual = self._limits.default_max_tokens if ask.chat else COMPLETION_MAX_TOKENS
         return min(max(usual, ask.sampling.min_tokens), room)
+
+
+def _pieces(ask: Ask) -> Iterable[str | list[int]]:
+    return (message["content"] for message in ask.messages) if ask.chat else ask.prompts
 
 
 def _watch_ended(watch: asyncio.Task[None]) -> None:

@@ -47,6 +47,8 @@ GRACE_S: Final = 10.0
 """Seconds that running requests get to end by themselves when the gateway shuts down."""
 CLOSE_S: Final = 5.0
 BACKLOG: Final = 1_024
+PROXIES: Final = ["127.0.0.1", "::1", "::ffff:127.0.0.1"]
+"""Whose X-Forwarded-For counts: this machine's, however it is spelled. Else what a proxy passes on would look like this machine."""
 
 
 def build_app(
@@ -87,6 +89,7 @@ class Server(uvicorn.Server):
             log_level="warning",
             access_log=False,
             server_header=False,
+            forwarded_allow_ips=PROXIES,
             timeout_graceful_shutdown=int(grace_s + CLOSE_S),
         )
         super().__init__(settings)
@@ -145,8 +148,9 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, socket.SOCK_STREAM)
-    except OSError as error:
-        raise ConfigError(f"host {host!r}: {error.strerror}; choose another with --host") from error
+    except (OSError, UnicodeError) as error:  # the latter for a host name that cannot be one
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"host {host!r}: {reason}; choose another with --host") from error
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind(address)

@@ -275,7 +275,9 @@ def _read(file: Path) -> dict[str, Any]:
         return msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
     except FileNotFoundError:
         return {}
-    except msgspec.DecodeError as error:
+    except OSError as error:
+        raise ConfigError(f"{file}: {error.strerror}") from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{file}: {error}") from error
 
 
@@ -290,10 +292,16 @@ def _template_text(folder: Path, settings: Mapping[str, Any]) -> str | None:
     """Return the chat template: chat_template.jinja if there is one, else tokenizer_config.json's."""
     file = folder / "chat_template.jinja"
     if file.is_file():
-        return file.read_text(encoding="utf-8")
+        try:
+            return file.read_text(encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"{file}: {error.strerror}") from error
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{file}: is not UTF-8: {error}") from error
     template = settings.get("chat_template")
     if isinstance(template, list):
-        template = next((item.get("template") for item in template if item.get("name") == "default"), None)
+        named = [item for item in template if isinstance(item, dict)]
+        template = next((item.get("template") for item in named if item.get("name") == "default"), None)
     return template if isinstance(template, str) else None
 
 

@@ -77,6 +77,8 @@ class Worker(abc.ABC):
             raise RefusalError("draining", f"{self.spec.name} is shutting down")
         if request_id in self.jobs:
             raise RefusalError("duplicate_request", f"request {request_id!r} is here already")
+        if tokens < 1:
+            raise RefusalError("bad_request", "token_ids is empty: give at least one token")
         if tokens >= self.scheduler.context:
             raise RefusalError("bad_request", f"{tokens} tokens leave no room in a context of {self.scheduler.context}")
         if pages > self.pool.pages:
@@ -183,6 +185,9 @@ class DecodeWorker(Worker):
             events.put_nowait(self.error(error))
             raise
         except RegaugeError as error:
+            events.put_nowait(self.error(error))
+        except Exception as error:  # whatever broke, the stream must come to an end
+            log.exception("a request broke", request_id=body.request_id)
             events.put_nowait(self.error(error))
 
     async def _generate(self, body: wire.Generate, events: asyncio.Queue[wire.Event]) -> None:

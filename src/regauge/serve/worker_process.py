@@ -18,6 +18,7 @@ import msgspec
 import structlog
 import uvicorn
 from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
@@ -50,6 +51,10 @@ def routes(worker: DecodeWorker | PrefillWorker) -> list[Route]:
                 return await handler(request)
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                 return _reply(wire.ErrorEvent("bad_request", str(error), worker.spec.name))
+            except ClientDisconnect:
+                return _reply(
+                    wire.ErrorEvent("aborted", "the connection closed before the body's end", worker.spec.name)
+                )
             except RegaugeError as error:
                 return _reply(worker.error(error))
 

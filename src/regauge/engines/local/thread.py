@@ -6,6 +6,7 @@ Outputs and layer marks are handed to the loop in order. An abort is done when n
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import queue
 import threading
 from collections.abc import Callable
@@ -59,7 +60,8 @@ class EngineThread:
     async def abort(self, request_id: str) -> None:
         """End a request; when this returns, the engine does not touch its pages any more. Unknown ones are over."""
         self._callbacks.pop(request_id, None)
-        await self._do(lambda: self._scheduler.abort(request_id))
+        with contextlib.suppress(EngineError):  # a thread that has ended touches nothing
+            await self._do(lambda: self._scheduler.abort(request_id))
 
     def stop(self) -> None:
         """End the thread after the step it is in."""
@@ -78,7 +80,8 @@ class EngineThread:
                 self._loop.call_soon_threadsafe(_settle, done)
 
         self._commands.put(command)
-        await asyncio.shield(done)
+        await asyncio.wait([done, self.failed], return_when=asyncio.FIRST_COMPLETED)
+        (done if done.done() else self.failed).result()
 
     def _run(self) -> None:
         try:
