@@ -48,7 +48,7 @@ class WorkerState(msgspec.Struct, frozen=True):
     """Incoming data connections."""
     totals: Totals
     nics: list[NicState] = []
-    """Of the decode side, where flow control is on (`transfer.nic_gbps`)."""
+    """Of the decode side: what flow control knows of each NIC (line rate: `transfer.flow.nic_bytes_per_s`)."""
     hidden: Hidden = Hidden()
 
 
