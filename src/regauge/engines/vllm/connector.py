@@ -4,6 +4,8 @@ Thin: it turns vLLM's calls (0.32, `distributed/kv_transfer/kv_connector/v1/base
 (in each worker's). Nothing of vLLM is patched.
 """
 
+# ruff: noqa: ARG002  # vLLM calls these hooks with all they have
+
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -14,6 +16,7 @@ from typing import Any
 
 import structlog
 import torch
+from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -43,9 +46,6 @@ class Commands(KVConnectorMetadata):  # type: ignore[misc]  # vLLM has no types 
     """What the scheduler's half tells the workers in one step."""
 
     commands: list[Command] = field(default_factory=list)
-
-
-# ruff: noqa: ARG002  # vLLM calls these hooks with all they have
 
 
 class RegaugeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
