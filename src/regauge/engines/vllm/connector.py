@@ -131,8 +131,6 @@ class RegaugeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Read, verify and bind the layout, and open the links. Raises EngineError for a cache that does not lie as declared."""
-        from vllm.distributed import get_tensor_model_parallel_rank  # initialised only now
-
         rank, size = get_tensor_model_parallel_rank(), self._config.parallel_config.tensor_parallel_size
         declared = self._family(rank, size)
         groups = [(g.layer_names, g.kv_cache_spec.block_size) for g in self._kv.kv_cache_groups]
