@@ -6,6 +6,7 @@ One answer line each; an error is answered as `error TYPE: TEXT`.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import sys
 import threading
@@ -18,7 +19,7 @@ import numpy as np
 from regauge.config import NixlConfig
 from regauge.errors import RegaugeError
 from regauge.move import messages as m
-from regauge.move.channel import Channel, listen
+from regauge.move.channel import Channel, Door
 from regauge.move.memory import Slab
 from regauge.move.mooncake import MooncakeTransport
 from regauge.move.nixl import NixlTransport
@@ -164,19 +165,18 @@ class Node:
         started: list[int] = []
         ready = threading.Event()
 
-        async def accepted(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            try:
-                channel = await Channel.accept(reader, writer, KEY)
+        async def echo(sock: socket.socket) -> None:
+            with contextlib.suppress(RegaugeError):
+                channel = await Channel.accept(sock, KEY)
                 while True:
                     channel.send(await channel.receive())
-            except RegaugeError:
-                writer.close()
 
         async def run() -> None:
-            server = await listen(accepted, resolve(host))
-            started.append(server.sockets[0].getsockname()[1])
+            echoes = set()
+            door = Door(lambda sock: echoes.add(asyncio.create_task(echo(sock))), resolve(host))
+            started.append(door.address[1])
             ready.set()
-            await server.serve_forever()
+            await asyncio.Event().wait()
 
         threading.Thread(target=lambda: asyncio.run(run()), daemon=True).start()
         assert ready.wait(10)
