@@ -191,7 +191,7 @@ def test_a_prefill_that_is_killed_costs_time_and_no_answer(policy: str, llama: P
         *pages(32, 64),
         policy=policy,
         max_num_batched_tokens=64,
-        transfer={"resume_s": 1.0, "lease_s": 3.0},
+        transfer={"resume_s": 1.0, "lease_s": 3.0, "offer_s": 5.0},
     ) as both:
         ids = prompt(5, 1_000)
         want = both.decode.alone(ids)
