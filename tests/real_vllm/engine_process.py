@@ -27,8 +27,7 @@ def main() -> None:
     engine = llm.llm_engine
     core: Any = engine.engine_core.engine_core
     lines: queue.SimpleQueue[str] = queue.SimpleQueue()
-    threading.Thread(target=lambda: [lines.put(line) for line in sys.stdin] and None, daemon=True).start()
-    threading.Thread(target=_orphan, daemon=True).start()
+    threading.Thread(target=_read, args=(lines,), daemon=True).start()
 
     def say(**words: Any) -> None:
         out.write(json.dumps(words) + "\n")
@@ -84,11 +83,11 @@ def _rank(core: Any) -> Any:
     return getattr(get_kv_transfer_group(), "_rank", None) if has_kv_transfer_group() else None
 
 
-def _orphan() -> None:
-    parent = os.getppid()
-    while os.getppid() == parent:
-        time.sleep(0.5)
-    os._exit(1)
+def _read(lines: queue.SimpleQueue[str]) -> None:
+    """Take lines until whoever drives the engine closes its end, or is gone."""
+    for line in sys.stdin:
+        lines.put(line)
+    lines.put('{"quit": 1}')
 
 
 if __name__ == "__main__":

@@ -168,6 +168,7 @@ def pair(model: Path, folder: Path, prefill: dict[str, Any], decode: dict[str, A
     """Start both engines side by side, and end them."""
     key, port = folder / "key", free_port()
     key.write_text(os.urandom(32).hex())
+    key.chmod(0o600)
     sides = [
         config(model, role="kv_producer", name="p", key=key, **common, **prefill),
         config(model, role="kv_consumer", name="d", port=port, key=key, **common, **decode),

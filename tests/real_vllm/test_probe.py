@@ -14,6 +14,7 @@ from regauge.testing.tiny_models import tiny_model
 def test_a_wrong_packing_is_caught_by_name(wrong: str, tmp_path: Path) -> None:
     key = tmp_path / "key"
     key.write_text("11" * 32)
+    key.chmod(0o600)
     given = config(tiny_model("tiny-llama"), role="kv_consumer", name="d", port=free_port(), key=key, block_size=32)
     given["kv_transfer_config"]["kv_connector_extra_config"]["pool"] = wrong
     engine = Engine(given, tmp_path / "d.log")

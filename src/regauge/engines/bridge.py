@@ -75,11 +75,22 @@ class Bridge(abc.ABC):
             self._wait(self._close(), CLOSE_S)
         except (RegaugeError, OSError) as error:
             log.warning("the links did not end cleanly", error=str(error))
+        self._stop()
+
+    def _stop(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(CLOSE_S)
         if not self._thread.is_alive():
             self._loop.close()
         self._rails.close()
+
+    def _start(self, work: Coroutine[Any, Any, Any]) -> Any:
+        """Make the links, in their loop."""
+        try:
+            return self._wait(work, START_S)
+        except BaseException:  # whatever broke, also an interrupt: the loop and the transports go too
+            self._stop()
+            raise
 
     @abc.abstractmethod
     async def _close(self) -> None:
@@ -118,28 +129,26 @@ class ReceivingEnd(Bridge):
             links.on_release = self._released
             return links, await links.start(config.control or config.host, port)
 
-        try:
-            self.links, self.address = self._wait(start(), START_S)
-        except BaseException:  # nothing was started: the loop and the transports go too
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._rails.close()
-            raise
+        self.links, self.address = self._start(start())
 
     def expect(
-        self, transfer: str, peers: Sequence[str], tokens: int, tables: Sequence[tuple[Sequence[int], int]], *,
-        first: int = 0, tenant: str = "", due_s: float | None = None,
+        self, transfer: str, peers: Sequence[str], tokens: int, tables: Sequence[tuple[Sequence[int], int]], *, first: int = 0
     ) -> None:  # fmt: skip
         """Wait for tokens [first, tokens) from every peer. `tables`: pages and the token they begin with, of each group."""
 
         def begin() -> None:
+            if any(transfer in lent for lent in self._lent):
+                self._end(Ended(transfer, f"transfer {transfer!r} is expected already"))
+                return
+            for lent, (pages, _) in zip(self._lent, tables, strict=True):
+                lent.lend(transfer, pages)
             try:
-                for lent, (pages, _) in zip(self._lent, tables, strict=True):
-                    lent.lend(transfer, pages)
-                origins = [origin for _, origin in tables]
                 arrival = self.links.expect(
-                    transfer, peers, tokens, first=first, origins=origins, tenant=tenant, due_s=due_s
+                    transfer, peers, tokens, first=first, origins=[origin for _, origin in tables]
                 )
             except RegaugeError as error:
+                for lent in self._lent:
+                    lent.release(transfer)
                 self._end(Ended(transfer, str(error)))
                 return
             arrival.add_done_callback(lambda a: self._over(transfer, a))
@@ -169,7 +178,6 @@ class ReceivingEnd(Bridge):
 
 @dataclass(eq=False)
 class _Sending:
-    tables: tuple[PageTable, ...] = ()
     out: Outgoing | None = None
     early: list[Callable[[Outgoing], None]] = field(default_factory=list)
     """What the engine said before the links were there."""
@@ -190,7 +198,7 @@ class SendingEnd(Bridge):
         async def start() -> OutboundLinks:
             return OutboundLinks(name, key, memory, self._rails, config, judge)
 
-        self.links: OutboundLinks = self._wait(start(), START_S)
+        self.links: OutboundLinks = self._start(start())
 
     def offer(self, transfer: str, peers: Mapping[str, Address], tokens: int) -> None:
         """Announce a transfer to the decode ranks that it concerns; the engine need not wait for their answer."""
@@ -234,11 +242,8 @@ class SendingEnd(Bridge):
                 return  # it has ended
             if sending.out is None:
                 sending.early.append(word)
-                return
-            try:
-                word(sending.out)
-            except RegaugeError as error:
-                sending.out.cancel(str(error))
+            else:
+                _say(sending.out, word)
 
         self._post(tell)
 
@@ -253,11 +258,7 @@ class SendingEnd(Bridge):
             return
         sending.out = out
         for word in sending.early:
-            try:
-                word(out)
-            except RegaugeError as error:
-                out.cancel(str(error))
-        ended = Ended(transfer)
+            _say(out, word)
         try:
             done = await out.done()
             ended = Ended(transfer, "", b"", out.path, done.wire_bytes, done.seconds)
@@ -270,3 +271,11 @@ class SendingEnd(Bridge):
     async def _close(self) -> None:
         await self.links.close()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+def _say(out: Outgoing, word: Callable[[Outgoing], None]) -> None:
+    """What the engine says wrongly ends its transfer, and no other."""
+    try:
+        word(out)
+    except RegaugeError as error:
+        out.cancel(str(error))

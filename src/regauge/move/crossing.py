@@ -244,7 +244,7 @@ class Writer:
             ticket = self._peers[chunk.nic].post(
                 np.array([[slot, remote, nbytes]], np.int64), deadline_s, STAGING_GRANT
             )
-        except BaseException:
+        except BaseException:  # whatever broke, the slot is free again
             self._free.put(slot)
             raise
         return Posted(nbytes, _encode(sums.dst), ticket, slot)

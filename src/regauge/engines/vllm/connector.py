@@ -33,6 +33,7 @@ from regauge.engines.vllm.worker import Rank
 from regauge.errors import ConfigError, EngineError
 from regauge.layout.engines import Flags
 from regauge.layout.models import model_from_config
+from regauge.layout.spec import Layout
 from regauge.move.bound import Borrowed
 
 log = structlog.get_logger()
@@ -204,7 +205,7 @@ class RegaugeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             raise EngineError("vLLM has registered no KV cache")
         return self._rank
 
-    def _family(self, rank: int, size: int) -> Any:
+    def _family(self, rank: int, size: int) -> Layout:
         model = self._config.model_config
         name = self._settings.model or Path(model.model).name
         dtype = str(model.dtype).removeprefix("torch.")

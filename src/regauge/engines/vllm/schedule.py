@@ -17,19 +17,18 @@ A load that fails is tried once only: vLLM recomputes, or fails the request, as 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import msgspec
 
+from regauge.config import Port
 from regauge.move.messages import Name
 
 PARAMS = "regauge"
 BlockIds = tuple[list[int], ...]
 """Of each KV cache group."""
-
-Port = Annotated[int, msgspec.Meta(ge=1, le=65_535)]
 
 
 class SendParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -260,8 +259,3 @@ class Schedule:
     def _whole(self, prompt: int, computed: int) -> bool:
         """Whether the local prefix holds all the whole blocks that it ever does: vLLM leaves out the one with the last token."""
         return computed > 0 and computed >= (prompt - 1) // self.block_size * self.block_size
-
-
-def requests_of(commands: Sequence[Command]) -> list[str]:
-    """Return the requests that commands are about, for logs."""
-    return list(dict.fromkeys(command.request for command in commands))

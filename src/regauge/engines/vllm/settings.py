@@ -10,6 +10,7 @@ import msgspec
 
 from regauge.config import TransferConfig
 from regauge.errors import ConfigError
+from regauge.move.auth import load_key
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -27,19 +28,11 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What both sides call the model; empty: its folder's name."""
 
     def key(self) -> bytes:
-        """Read the pre-shared key. Raises ConfigError."""
+        """Read the pre-shared key. Raises ConfigError as `load_key`."""
         path = self.transfer.key_file
         if not path:
             raise ConfigError("kv_connector_extra_config.transfer.key_file: give the file with the pre-shared key")
-        try:
-            key = bytes.fromhex(Path(path).read_text(encoding="ascii").strip())
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"kv_connector_extra_config.transfer.key_file: {path}: {error}") from error
-        if len(key) < 16:
-            raise ConfigError(
-                f"kv_connector_extra_config.transfer.key_file: {path}: a key of {len(key)} bytes; at least 16"
-            )
-        return key
+        return load_key(Path(path))
 
 
 def read(given: Mapping[str, Any]) -> Settings:

@@ -14,7 +14,7 @@ import structlog
 from regauge.engines.bridge import Ended, ReceivingEnd, SendingEnd
 from regauge.engines.handover import Handover, encode
 from regauge.engines.vllm.schedule import BlockIds, Blocks, Command, Computed, Drop, Expect, Fail, Finish, Offer
-from regauge.errors import PlanError, RegaugeError
+from regauge.errors import PlanError, ProtocolError, RegaugeError
 from regauge.layout.spec import Layout
 from regauge.plan.ranks import leg
 
@@ -27,7 +27,6 @@ Family = Callable[[int, int], Layout]
 @dataclass
 class _Out:
     transfer: str
-    tokens: int
     told: dict[int, int]
     """Per layer: the token before which it was told as computed."""
     done: Ended | None = None
@@ -80,7 +79,8 @@ class Rank:
                 case Offer():
                     self._offer(command)
                 case Blocks(request, blocks):
-                    if (sending := self._sending.get(request)) is not None and self.out is not None:
+                    sending = self._sending.get(request)
+                    if sending is not None and sending.done is None and self.out is not None:
                         self.out.pages(sending.transfer, _tables(blocks))
                 case Computed(request, tokens, cached):
                     if cached:
@@ -121,7 +121,7 @@ class Rank:
         return Results(sent, received | failed, failed)
 
     def _sent(self) -> set[str]:
-        by_transfer = {sending.transfer: sending for sending in self._sending.values()}
+        by_transfer = {sending.transfer: sending for sending in self._sending.values() if sending.done is None}
         for ended in self.out.ended() if self.out is not None else ():
             if ended.error:
                 log.warning("kv not sent", transfer=ended.transfer, error=ended.error)
@@ -142,9 +142,18 @@ class Rank:
             _, report = self._receiving.pop(request)
             self.bytes_in += ended.wire_bytes
             self.last = ended
-            if report and ended.error:
-                self._failed.append((request, ended.error))
-            elif report:
+            if ended.error:
+                if report:
+                    self._failed.append((request, ended.error))
+                continue
+            log.info(
+                "kv received",
+                transfer=ended.transfer,
+                path=ended.path,
+                wire_bytes=ended.wire_bytes,
+                seconds=round(ended.seconds, 6),
+            )
+            if report:
                 received.add(request)
         return received
 
@@ -156,8 +165,12 @@ class Rank:
 
     def _offer(self, command: Offer) -> None:
         params = command.params
-        sending = _Out(params.transfer, command.tokens, {})
-        self._sending[command.request] = sending
+        taken = any(each.transfer == params.transfer and each.done is None for each in self._sending.values())
+        sending = self._sending[command.request] = _Out(params.transfer, {})
+        if taken:  # its words would be taken for the other request's
+            sending.done = Ended(params.transfer, f"transfer {params.transfer!r} is under way already")
+            log.warning("kv not sent", transfer=params.transfer, error=sending.done.error)
+            return
         if self.out is None:
             sending.done = Ended(params.transfer, "this engine does not prefill for others")
             return
@@ -198,6 +211,8 @@ class Rank:
         try:
             if self.into is None:
                 raise PlanError("this engine does not decode for others")
+            if any(transfer == params.transfer for transfer, _ in self._receiving.values()):
+                raise ProtocolError(f"transfer {params.transfer!r} is expected already")
             size = len(params.from_)
             peers = [name for i, name in enumerate(params.from_) if self._concerns(size, i, sends=False)]
             if not peers:
