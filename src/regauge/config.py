@@ -18,6 +18,7 @@ from regauge.errors import ConfigError
 
 Role = Literal["prefill", "decode"]
 TransportName = Literal["shm", "tcp", "mooncake", "nixl"]
+EngineName = Literal["local", "vllm"]
 
 BUNDLED_MODEL = "smollm2-135m-instruct"
 MAX_S = 86_400.0
@@ -42,8 +43,35 @@ def _bound(
             raise ConfigError(f"{where}.{name}: must be {low} and {high}, not {value}; leave it out for {default}")
 
 
+class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A vLLM server that somebody else started, with regauge's connector."""
+
+    url: str
+    """Of its API, as `http://10.0.0.2:8000`."""
+    name: str
+    """As its connector's `name`."""
+    control: str = ""
+    """Decode: host of its ranks' control addresses, and port of rank 0, as `10.0.0.2:9100`: its connector's `port`."""
+    status: str = ""
+    """Likewise, of the status that its connector gives (`status_port`); empty: paths and bytes of its transfers stay unknown."""
+    token_file: str = ""
+    """File with the API key that it wants."""
+
+
+class VllmConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A vLLM server as this worker, started here unless `server` is given; docs/engines/vllm.md."""
+
+    python: str = ""
+    """Interpreter of the environment that has vLLM and regauge; empty: the one that runs here."""
+    args: list[str] = []
+    """Options for vLLM's server, as `--block-size=32`. Model, address, context and connector come from here."""
+    ranks: Annotated[int, msgspec.Meta(ge=1, le=1_024)] = 1
+    """Tensor-parallel size."""
+    server: ServerConfig | None = None
+
+
 class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How one worker's local engine runs."""
+    """How one worker's engine runs."""
 
     pool_tokens: Count = 16_384
     """Tokens that the KV pool holds; rounded up to whole pages."""
@@ -55,6 +83,8 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Most prompt tokens computed in one step (chunked prefill)."""
     threads: Annotated[int, msgspec.Meta(ge=0, le=1_024)] = 0
     """CPU threads of the model's arithmetic; 0 means half of the cores, at least one."""
+    vllm: VllmConfig | None = None
+    """vLLM instead of the local engine; of the settings above, `max_context` and `threads` count for it, too."""
 
 
 class TlsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -114,6 +114,7 @@ class Metrics:
     tpot: Histogram
     latency: Histogram
     prompt_tokens: Counter
+    bypassed: Counter
     completion_tokens: Counter
     transfer_bytes: Histogram
     transfer_seconds: Histogram
@@ -161,6 +162,11 @@ class Metrics:
                 buckets=_LATENCY,
             ),
             prompt_tokens=Counter("regauge_prompt_tokens_total", "Prompt tokens.", registry=registry),
+            bypassed=Counter(
+                "regauge_prefill_bypassed_total",
+                "Answers whose prompt the decode worker computed itself, for want of a prefill worker.",
+                registry=registry,
+            ),
             completion_tokens=Counter("regauge_completion_tokens_total", "Generated tokens.", registry=registry),
             transfer_bytes=Histogram(
                 "regauge_transfer_bytes",

@@ -25,10 +25,10 @@ from regauge.move.protocol import TransferState
 from regauge.move.state import LinkState, PoolState, Totals
 from regauge.observe import Metrics
 from regauge.serve import wire
-from regauge.serve.client import HealthPolicy, Workers
 from regauge.serve.debug import WorkerState, bounded, shown
 from regauge.serve.gateway import Server, build_app, listen
 from regauge.serve.text import Tokenizer
+from regauge.serve.workers import HealthPolicy, Workers
 
 TOKEN = "internal-token"
 MODEL = "echo-1"
@@ -102,7 +102,8 @@ class EchoWorker:
 
     @property
     def address(self) -> wire.WorkerAddress:
-        return wire.WorkerAddress(self.name, self.role, f"http://127.0.0.1:{self.port}")
+        rank = wire.RankAddress(self.name, ("127.0.0.1", 1))
+        return wire.WorkerAddress(self.name, self.role, f"http://127.0.0.1:{self.port}", [rank])
 
     async def start(self) -> None:
         app = web.Application(middlewares=[self._guard])

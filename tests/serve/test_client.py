@@ -14,16 +14,10 @@ from regauge.engines.local.sampling import SamplingParams
 from regauge.errors import ConfigError, ProtocolError
 from regauge.observe import Metrics
 from regauge.serve import wire
-from regauge.serve.client import (
-    HealthPolicy,
-    RequestTimeout,
-    Worker,
-    WorkerClient,
-    WorkerError,
-    WorkerLost,
-    Workers,
-)
+from regauge.serve.client import WorkerClient
+from regauge.serve.connection import RequestTimeout, WorkerError, WorkerLost
 from regauge.serve.text import Tokenizer
+from regauge.serve.workers import HealthPolicy, Worker, Workers
 
 pytestmark = pytest.mark.anyio
 
@@ -49,7 +43,7 @@ def soon(seconds: float = WAIT_S) -> float:
 def ask(worker: EchoWorker, transfer: str = "t", *, max_tokens: int = 4) -> wire.Generate:
     """A request whose KV cache is there already."""
     worker._rail(transfer).set_result(None)
-    return wire.Generate("r", transfer, [5, 6], SamplingParams(max_tokens=max_tokens), "p")
+    return wire.Generate("r", transfer, [5, 6], SamplingParams(max_tokens=max_tokens), ["p"])
 
 
 async def collect(client: WorkerClient, body: wire.Generate, deadline: float) -> list[wire.Event]:
@@ -82,7 +76,7 @@ async def test_connections_are_used_again(tokenizer: Tokenizer) -> None:
 
 async def test_prefill_and_abort(tokenizer: Tokenizer) -> None:
     async with connected(tokenizer, "prefill") as (worker, client):
-        body = wire.Prefill("r", "t", [5, 6], SamplingParams(max_tokens=4), "d")
+        body = wire.Prefill("r", "t", [5, 6], SamplingParams(max_tokens=4), {"d": ("127.0.0.1", 1)})
         reply = await client.prefill(body, soon(), {"traceparent": "x"})
         assert (reply.computed_tokens, reply.cached_tokens) == (2, 0)
         assert worker.headers[0]["traceparent"] == "x"
@@ -181,7 +175,7 @@ async def test_what_is_not_the_contract_is_a_protocol_error(answer: bytes) -> No
     async with server:
         port = server.sockets[0].getsockname()[1]
         client = WorkerClient(wire.WorkerAddress("w", "decode", f"http://127.0.0.1:{port}"), TOKEN)
-        body = wire.Generate("r", "t", [1], SamplingParams(max_tokens=1), "p")
+        body = wire.Generate("r", "t", [1], SamplingParams(max_tokens=1), ["p"])
         with pytest.raises(ProtocolError, match="worker"):
             await collect(client, body, soon())
         await client.close()

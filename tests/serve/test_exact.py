@@ -112,8 +112,8 @@ async def ask(
     p: PrefillWorker, d: DecodeWorker, name: str, prompt: tuple[int, ...]
 ) -> tuple[list[int], wire.TransferEvent]:
     events: asyncio.Queue[wire.Event] = asyncio.Queue()
-    job = asyncio.create_task(d.generate(wire.Generate(name, f"t-{name}", list(prompt), greedy(), "p"), events))
-    await p.prefill(wire.Prefill(name, f"t-{name}", list(prompt), greedy(), "d"))
+    job = asyncio.create_task(d.generate(wire.Generate(name, f"t-{name}", list(prompt), greedy(), ["p"]), events))
+    await p.prefill(wire.Prefill(name, f"t-{name}", list(prompt), greedy(), p.spec.peers))
     await job
     found = [events.get_nowait() for _ in range(events.qsize())]
     transfer, end = found[0], found[-1]
@@ -149,8 +149,8 @@ async def test_a_stream_comes_to_an_end_whatever_breaks(
     async with workers(model, *PAIRS["direct"]) as (p, d):
         monkeypatch.setattr(d, "_decode", broken)
         events: asyncio.Queue[wire.Event] = asyncio.Queue()
-        job = asyncio.create_task(d.generate(wire.Generate("x", "t", list(prompts[2]), greedy(), "p"), events))
-        await p.prefill(wire.Prefill("x", "t", list(prompts[2]), greedy(), "d"))
+        job = asyncio.create_task(d.generate(wire.Generate("x", "t", list(prompts[2]), greedy(), ["p"]), events))
+        await p.prefill(wire.Prefill("x", "t", list(prompts[2]), greedy(), p.spec.peers))
         await job
         *_, end = [events.get_nowait() for _ in range(events.qsize())]
         assert end == wire.ErrorEvent("engine_failed", "nobody thought of this", "d")

@@ -132,7 +132,7 @@ async def test_sampling_reaches_both_workers_the_same(rig: Rig) -> None:
     assert prefill.sampling == decode.sampling
     assert (decode.sampling.temperature, decode.sampling.top_k, decode.sampling.seed) == (0.5, 3, 9)
     assert (prefill.transfer_id, prefill.request_id) == (decode.transfer_id, decode.request_id)
-    assert (prefill.decode, decode.prefill) == ("decode-0", "prefill-0")
+    assert (prefill.decode, decode.prefill) == ({"decode-0": ("127.0.0.1", 1)}, ["prefill-0"])
 
 
 async def test_several_prompts_and_answers_keep_their_places(rig: Rig) -> None:
@@ -319,7 +319,7 @@ async def test_the_process_serves_until_a_signal(
     async with open_rig(tokenizer) as rig:
         workers = [rig.prefill.address, rig.decode.address]
         config = ServeConfig(port=free_port())
-        spec = wire.GatewaySpec(config, str(tmp_path), MODEL, TOKEN, workers, wire.VerdictInfo("DIRECT"), True)
+        spec = wire.GatewaySpec(config, str(tmp_path), MODEL, TOKEN, workers, wire.VerdictInfo("DIRECT"), log_json=True)
         wire.write_spec(tmp_path / "spec.json", spec)
         command = [sys.executable, "-m", "regauge.serve.gateway", str(tmp_path / "spec.json")]
         process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)

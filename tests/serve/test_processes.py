@@ -24,7 +24,7 @@ import pytest
 
 from certificates import Authority
 from regauge.config import BUNDLED_MODEL
-from regauge.serve.supervisor import free_ports
+from regauge.serve.launch import free_ports
 
 pytestmark = [pytest.mark.model, pytest.mark.process, pytest.mark.timeout(600)]
 READY_S = 240.0

@@ -13,8 +13,8 @@ from serve_rig import MODEL, WAIT_S, EchoWorker, Rig, open_rig, train
 
 from regauge.config import LimitsConfig
 from regauge.serve import wire
-from regauge.serve.client import HealthPolicy
 from regauge.serve.text import Tokenizer
+from regauge.serve.workers import HealthPolicy
 
 pytestmark = pytest.mark.anyio
 CHAT = "/v1/chat/completions"

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import signal
 import socket
+import sys
 import tempfile
 from pathlib import Path
 
@@ -22,7 +23,8 @@ from regauge.layout.files import encode
 from regauge.layout.presets import from_short, load_model
 from regauge.plan import quality
 from regauge.serve import wire
-from regauge.serve.supervisor import Supervisor, base_url, cause, describe, free_ports, plan_deployment
+from regauge.serve.launch import Command, free_ports
+from regauge.serve.supervisor import Supervisor, base_url, cause, describe, plan_deployment
 
 CONFIG = {
     "num_hidden_layers": 2,
@@ -124,7 +126,7 @@ def test_workers_get_the_key_of_the_file_and_the_address_of_the_control_plane(
     deployment = plan_deployment(msgspec.structs.replace(config, transfer=transfer), print)
     own, other = (read_specs(Supervisor(each, print)) for each in (deployment, plan_deployment(config, print)))
     assert {spec.key for spec in own} == {"ab" * 32}
-    assert {spec.peers["decode-0"][0] for spec in own} == {"127.0.0.1"}
+    assert {spec.peers["decode-0"][0] for spec in own if spec.role == "prefill"} == {"127.0.0.1"}
     assert len({spec.key for spec in other}) == 1
     assert "ab" * 32 not in {spec.key for spec in other}
     assert "ab" * 32 not in repr(deployment)
@@ -156,7 +158,7 @@ def test_workers_answer_on_loopback_wherever_the_control_plane_is(
         return free_ports(*hosts)
 
     deployment = plan_deployment(msgspec.structs.replace(config, transfer=TransferConfig(host="127.0.0.2")), print)
-    monkeypatch.setattr("regauge.serve.supervisor.free_ports", listening)
+    monkeypatch.setattr("regauge.serve.launch.free_ports", listening)
     specs = {spec.role: spec for spec in read_specs(Supervisor(deployment, print))}
     assert asked == [("127.0.0.1", "127.0.0.1", "127.0.0.2")]
     assert specs["prefill"].peers == {"decode-0": ("127.0.0.2", specs["decode"].control_port)}
@@ -175,7 +177,9 @@ async def test_everything_is_ended_though_nobody_reads_what_is_said(
 
     supervisor = Supervisor(plan_deployment(config, print), closed)
     for child in supervisor.children.values():
-        child.module = "timeit"  # ends at once: it has no such option
+        child.command = Command(
+            child.name, (sys.executable, "-m", "timeit", "--none")
+        )  # ends at once: it has no such option
     with pytest.raises(BrokenPipeError):
         await asyncio.wait_for(supervisor.run(), 60)
     assert all(
@@ -185,7 +189,7 @@ async def test_everything_is_ended_though_nobody_reads_what_is_said(
 
 
 def read_specs(supervisor: Supervisor) -> list[wire.WorkerSpec]:
-    files = [Path(child.spec) for name, child in supervisor.children.items() if name != "gateway"]
+    files = [Path(child.command.arguments[-1]) for name, child in supervisor.children.items() if name != "gateway"]
     return [msgspec.json.decode(file.read_bytes(), type=wire.WorkerSpec) for file in files]
 
 

@@ -11,8 +11,10 @@ class Handover(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The first token, and the random stream to go on with."""
 
     token: int
-    seed: int = 0
+    seed: int | None = None
+    """None: an engine whose random stream cannot be gone on with; decode begins one of its own."""
     finish_reason: str | None = None
+    """Why the answer ends with this token, where prefill knows that it does."""
     logprob: float | None = None
     top: list[tuple[int, float]] | None = None
 

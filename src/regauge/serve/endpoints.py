@@ -22,7 +22,6 @@ from regauge.errors import ProtocolError
 from regauge.observe import Metrics, get_logger
 from regauge.serve import wire
 from regauge.serve.answer import JSON, SLOW_READER_S, Answer, House
-from regauge.serve.client import Worker, Workers, view
 from regauge.serve.debug import Overview, is_loopback, shown
 from regauge.serve.openai import (
     COMPLETION_MAX_TOKENS,
@@ -36,6 +35,7 @@ from regauge.serve.openai import (
 from regauge.serve.relay import UNAVAILABLE, Choice, Job
 from regauge.serve.replies import Writer
 from regauge.serve.text import TemplateError, Tokenizer
+from regauge.serve.workers import Worker, Workers, view
 
 LONG_TEXT: Final = 16_384
 """Characters from which on a request is tokenised in a thread: the event loop must not stand still."""
@@ -123,7 +123,10 @@ class Gateway:
         return _json({"status": "ok"})
 
     async def ready(self, _: Request) -> Response:
-        """`GET /ready`: both workers answer; else 503, and the body names which does not and since when."""
+        """`GET /ready`: requests can be served; else 503. The body names a worker that does not answer, and since when.
+
+        Where decode computes prompts itself for want of a prefill worker, the status is "degraded".
+        """
         workers = [
             {
                 "name": worker.client.name,
@@ -134,8 +137,9 @@ class Gateway:
             }
             for worker in self._workers.both()
         ]
-        ready = not self.house.draining and all(_fault(worker) is None for worker in self._workers.both())
-        return _json({"status": "ready" if ready else "unavailable", "workers": workers}, 200 if ready else 503)
+        ready = not self.house.draining and self._workers.fault() is None
+        status = "ready" if all(worker.usable for worker in self._workers.both()) else "degraded"
+        return _json({"status": status if ready else "unavailable", "workers": workers}, 200 if ready else 503)
 
     async def scrape(self, _: Request) -> Response:
         """`GET /metrics`, for Prometheus."""
@@ -204,9 +208,8 @@ class Gateway:
         long = sum(len(piece) + PIECE for piece in _pieces(ask)) > LONG_TEXT
         prompts = await asyncio.to_thread(self._encode, ask) if long else self._encode(ask)
         budgets = [self._budget(ids, ask, index) for index, ids in enumerate(prompts)]
-        for worker in self._workers.both():
-            if (fault := _fault(worker)) is not None:
-                raise fault
+        if (missing := self._workers.fault()) is not None:
+            raise _fault(missing)
         request_id: str = request.state.request_id
         salt = secrets.token_hex(4)  # a client may send the same X-Request-Id twice
         choices = [
@@ -303,16 +306,14 @@ def _watch_ended(watch: asyncio.Task[None]) -> None:
         get_logger().error("a health loop broke; the worker's state is no longer known", exc_info=error)
 
 
-def _fault(worker: Worker) -> ApiError | None:
-    """Return why a worker takes no requests, if it does not."""
+def _fault(worker: Worker) -> ApiError:
+    """Return what a client is told while a worker that is needed takes no requests."""
     who = f"{worker.client.role} worker {worker.client.name}"
-    if not worker.up:
-        since = worker.since.isoformat(timespec="seconds")
-        message = f"{who} is not available since {since}: {worker.reason}"
-        return ApiError(503, message, type=SERVER_ERROR, code=UNAVAILABLE)
-    if worker.draining:
+    if worker.up:
         return ApiError(503, f"{who} is shutting down", type=SERVER_ERROR, code=UNAVAILABLE)
-    return None
+    since = worker.since.isoformat(timespec="seconds")
+    message = f"{who} is not available since {since}: {worker.reason}"
+    return ApiError(503, message, type=SERVER_ERROR, code=UNAVAILABLE)
 
 
 def _json(value: object, status: int = 200) -> Response:

@@ -38,10 +38,10 @@ from regauge.errors import ConfigError
 from regauge.observe import Metrics, setup_logging
 from regauge.serve import wire
 from regauge.serve.answer import Envelope, House, error_response
-from regauge.serve.client import Workers
 from regauge.serve.endpoints import Gateway
 from regauge.serve.openai import SERVER_ERROR, ApiError
 from regauge.serve.text import Tokenizer
+from regauge.serve.workers import Workers
 
 GRACE_S: Final = 10.0
 """Seconds that running requests get to end by themselves when the gateway shuts down."""
@@ -118,7 +118,7 @@ def run_gateway(spec: wire.GatewaySpec) -> None:
         app = build_app(
             config,
             Tokenizer.load(Path(spec.model_folder)),
-            Workers.connect(spec.workers, spec.token, metrics),
+            Workers.connect(spec.workers, spec.token, metrics, model=spec.model_name),
             metrics,
             model=spec.model_name,
             verdict=spec.verdict,

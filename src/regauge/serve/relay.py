@@ -4,6 +4,9 @@ A `Job` has one or more choices (answers to prompts), each a request of its own 
 legs start at the same time, under a fresh transfer id: the decode worker's stream, which reserves pages, and the
 prefill worker's call, which computes the prompt and delivers the KV cache. A leg that fails ends the other at once.
 However a choice ends other than by both legs' good end, both workers are told to drop it.
+
+A decode engine that computes prompts itself (`Connection.computes`) needs no prefill worker: where that is lost, or fails before the
+first token, the choice begins again on decode alone. The client sees a later first token, and nothing else.
 """
 
 from __future__ import annotations
@@ -13,16 +16,17 @@ import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 from regauge.engines.local.sampling import SamplingParams
 from regauge.errors import ProtocolError, RegaugeError
 from regauge.observe import ERROR, REQUEST_ID, WORKER, Metrics, get_logger
 from regauge.serve import wire
-from regauge.serve.client import RequestTimeout, Worker, WorkerError, WorkerLost, Workers
+from regauge.serve.connection import RequestTimeout, WorkerError, WorkerLost
 from regauge.serve.openai import RATE_LIMIT, SERVER_ERROR, ApiError
 from regauge.serve.replies import Delta, PromptDetails, TokenInfo, Usage
 from regauge.serve.text import Detokenizer, StopScanner, Tokenizer
+from regauge.serve.workers import Worker, Workers
 
 SETTLE_S: Final = 0.5
 """After one leg's end, seconds to wait for the other's: a failed transfer is often the other worker's death."""
@@ -135,9 +139,24 @@ class Job:
             self._queue.put_nowait(error)
 
     async def _run(self, choice: Choice) -> None:
-        decode = asyncio.create_task(self._decode(choice))
+        workers = self._workers
+        if workers.prefill.usable or not workers.decode.client.computes:
+            text = _ChoiceText(choice, self._tokenizer)
+            try:
+                await self._together(choice, text)
+                return
+            except (WorkerLost, WorkerError) as error:
+                if error.role == "decode" or text.count or not workers.decode.client.computes:
+                    raise
+                fields = {REQUEST_ID: choice.request_id, ERROR: str(error)}
+                get_logger().warning("decode computes the prompt itself", **fields)
+        self._metrics.bypassed.inc()
+        await self._decode(choice, _ChoiceText(choice, self._tokenizer), None)
+
+    async def _together(self, choice: Choice, text: _ChoiceText) -> None:
         prefill = asyncio.create_task(self._prefill(choice))
-        legs: tuple[asyncio.Task[bool], asyncio.Task[bool]] = (prefill, decode)
+        decode = asyncio.create_task(self._decode(choice, text, prefill))
+        legs: tuple[asyncio.Task[wire.Prefilled], asyncio.Task[bool]] = (prefill, decode)
         whole = False
         try:
             await asyncio.wait(legs, return_when=asyncio.FIRST_COMPLETED)
@@ -149,8 +168,8 @@ class Job:
                 raise _cause(legs)
             whole = _good(prefill) and decode.result()
         finally:
-            for leg in legs:
-                leg.cancel()
+            prefill.cancel()
+            decode.cancel()
             await asyncio.gather(*legs, return_exceptions=True)
             if not whole:
                 for worker in self._workers.both():
@@ -159,34 +178,34 @@ class Job:
                     if not leg.cancelled() and isinstance(leg.exception(), WorkerLost):
                         worker.doubt()
 
-    async def _prefill(self, choice: Choice) -> bool:
+    async def _prefill(self, choice: Choice) -> wire.Prefilled:
+        decode = self._workers.decode.client
         body = wire.Prefill(
             choice.request_id,
             choice.transfer_id,
             choice.token_ids,
             choice.sampling,
-            self._workers.decode.client.name,
+            decode.address.receivers,
+            handover=not decode.computes,
         )
         reply = await self._workers.prefill.client.prefill(body, self._deadline, self._headers)
         self.tally.cached_tokens[choice.prompt] = reply.cached_tokens
-        return True
+        return reply
 
-    async def _decode(self, choice: Choice) -> bool:
-        """Relay the stream; return whether the worker ended it (and not a stop string)."""
-        body = wire.Generate(
-            choice.request_id,
-            choice.transfer_id,
-            choice.token_ids,
-            choice.sampling,
-            self._workers.prefill.client.name,
-        )
-        text = _ChoiceText(choice, self._tokenizer)
+    async def _decode(self, choice: Choice, text: _ChoiceText, prefill: asyncio.Task[wire.Prefilled] | None) -> bool:
+        """Relay the stream; return whether the worker ended it (and not a stop string). Without `prefill` nothing is sent to decode."""
+        senders = [] if prefill is None else self._workers.prefill.client.address.senders
+        body = wire.Generate(choice.request_id, choice.transfer_id, choice.token_ids, choice.sampling, senders)
         events = self._workers.decode.client.generate(body, self._deadline, self._headers)
         async with aclosing(events):
             async for event in events:
                 if isinstance(event, wire.TokenEvent):
                     if not text.count:
                         text.ttft_s = time.monotonic() - self.tally.arrived
+                    if prefill is not None and event.logprob is None and choice.sampling.logprobs is not None:
+                        # The first token of an engine whose hand-over has no log-probabilities: its answer has them.
+                        first = await asyncio.shield(prefill)
+                        event = wire.TokenEvent(event.token, first.logprob, first.top)
                     delta = text.push(event)
                     self.tally.completion_tokens += 1
                     if delta is not None and delta.finish is None:
@@ -298,11 +317,11 @@ def too_many(message: str) -> ApiError:
     return ApiError(429, message, type=RATE_LIMIT, code="rate_limit_exceeded", retry_after_s=RETRY_AFTER_S)
 
 
-def _good(leg: asyncio.Task[bool]) -> bool:
+def _good(leg: asyncio.Task[Any]) -> bool:
     return leg.done() and not leg.cancelled() and leg.exception() is None
 
 
-def _errors(legs: Sequence[asyncio.Task[bool]]) -> list[BaseException]:
+def _errors(legs: Sequence[asyncio.Task[Any]]) -> list[BaseException]:
     ended = [leg.exception() for leg in legs if leg.done() and not leg.cancelled()]
     return [error for error in ended if error is not None]
 
@@ -311,7 +330,7 @@ def _is_symptom(error: BaseException) -> bool:
     return isinstance(error, WorkerError) and error.event.code in _SYMPTOMS
 
 
-def _cause(legs: Sequence[asyncio.Task[bool]]) -> BaseException:
+def _cause(legs: Sequence[asyncio.Task[Any]]) -> BaseException:
     """Return the error to report: a worker's death, else a worker's own fault, else what there is."""
     errors = _errors(legs)
     return min(errors, key=lambda error: (not isinstance(error, WorkerLost), _is_symptom(error)))

@@ -12,8 +12,6 @@ import contextlib
 import secrets
 import shutil
 import signal
-import socket
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -22,20 +20,17 @@ from pathlib import Path
 from typing import Any, Final
 
 import aiohttp
-import msgspec
 
 from regauge.config import ServeConfig, TransferConfig, cache_dir
 from regauge.engines.local.prepare import prepare
 from regauge.engines.local.weights import weights_digest
 from regauge.errors import ConfigError, EngineError, Refused
-from regauge.layout import files
 from regauge.layout.presets import load_model, load_named, with_pages
-from regauge.layout.spec import Layout
 from regauge.move.auth import load_key
 from regauge.move.plane import resolve
-from regauge.plan import Verdict, check
-from regauge.serve import wire
+from regauge.plan import check
 from regauge.serve.gateway import listen
+from regauge.serve.launch import GATEWAY, Command, Deployment, commands, free_ports
 from regauge.serve.quality_gate import from_config
 
 READY_S: Final = 300.0
@@ -43,7 +38,6 @@ READY_S: Final = 300.0
 STOP_S: Final = 20.0
 RESTARTS: Final = 5
 RESTART_WINDOW_S: Final = 60.0
-GATEWAY, PREFILL, DECODE = "gateway", "prefill-0", "decode-0"
 
 Say = Callable[[str], None]
 
@@ -52,16 +46,20 @@ Say = Callable[[str], None]
 class Child:
     """One process of ours."""
 
-    name: str
-    module: str
-    spec: Path
+    command: Command
     process: asyncio.subprocess.Process | None = None
     deaths: list[float] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """What the log calls it."""
+        return self.command.name
 
     async def start(self) -> None:
         """Start it, in a session of its own: Ctrl-C is for the supervisor."""
         self.process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", self.module, str(self.spec), start_new_session=True)  # fmt: skip
+            *self.command.arguments, env=self.command.environment, start_new_session=True
+        )
 
     async def stop(self) -> None:
         """End it: SIGTERM, and SIGKILL after STOP_S."""
@@ -76,22 +74,6 @@ class Child:
             await self.process.wait()
 
 
-@dataclass(frozen=True)
-class Deployment:
-    """What is started: made by `plan_deployment`, before any process runs."""
-
-    config: ServeConfig
-    folder: Path
-    model: str
-    verdict: Verdict
-    prefill: Layout
-    decode: Layout
-    control: str
-    """Numeric address at which decode takes control connections."""
-    key: str = field(repr=False)
-    """Pre-shared key of the transfer plane, in hex."""
-
-
 def plan_deployment(config: ServeConfig, say: Say) -> Deployment:
     """Find model, key and control plane, build both layouts, and judge the pair. Raises Refused, LayoutError, EngineError, ConfigError."""
     listen(config.host, config.port).close()
@@ -101,10 +83,14 @@ def plan_deployment(config: ServeConfig, say: Say) -> Deployment:
     folder = prepare(config.model, cache_dir(), say)
     model = load_model(str(folder))
     prefill, decode = [
-        with_pages(load_named(text, str(folder)), engine.pool_tokens)
+        None if engine.vllm else with_pages(load_named(text, str(folder)), engine.pool_tokens)
         for text, engine in ((config.prefill_layout, config.prefill), (config.decode_layout, config.decode))
     ]
-    gate, verdict = from_config(config.quality), check(prefill, decode)
+    gate = from_config(config.quality)
+    if prefill is None or decode is None:
+        _check_vllm(config)
+        return Deployment(config, folder, model.name, None, prefill, decode, control, key)
+    verdict = check(prefill, decode)
     if gate is not None and verdict.path == "CONVERT":
         # Here the weights are at hand, so that the record must be of exactly these; the workers' links see layouts alone.
         verdict = replace(gate, weights=weights_digest(folder)).check(prefill, decode)
@@ -113,14 +99,27 @@ def plan_deployment(config: ServeConfig, say: Say) -> Deployment:
     return Deployment(config, folder, model.name, verdict, prefill, decode, control, key)
 
 
+def _check_vllm(config: ServeConfig) -> None:
+    """Raise ConfigError for what does not go together with a vLLM server."""
+    if config.quality.require:
+        raise ConfigError(
+            "quality.require: a vLLM server's layout is known only once it runs; leave it out, or use the local engine"
+        )
+    engines = (config.prefill, config.decode)
+    if any(each.vllm and each.vllm.server for each in engines) and not config.transfer.key_file:
+        raise ConfigError("transfer.key_file: give the file with the key that the vLLM servers' connectors have")
+
+
 def describe(deployment: Deployment) -> str:
     """Return the pair's verdict in a few lines."""
     c, v = deployment.config, deployment.verdict
     lines = [
-        f"prefill  {c.prefill_layout}",
-        f"decode   {c.decode_layout}",
-        f"path     {v.path}: {'; '.join(v.reasons) or 'alike'}",
+        f"prefill  {'vLLM' if c.prefill.vllm else c.prefill_layout}",
+        f"decode   {'vLLM' if c.decode.vllm else c.decode_layout}",
     ]
+    if v is None:
+        return "\n".join([*lines, "path     known when both engines run: see /version"])
+    lines.append(f"path     {v.path}: {'; '.join(v.reasons) or 'alike'}")
     return "\n".join(lines + [f"note     {note}" for note in v.notes])
 
 
@@ -130,42 +129,14 @@ class Supervisor:
     def __init__(self, deployment: Deployment, say: Say, *, log_json: bool = False) -> None:
         self._deployment = deployment
         self._say = say
-        self._log_json = log_json
         self._folder = Path(tempfile.mkdtemp(prefix="regauge-"))
         self._stop = asyncio.Event()
         try:
-            self.children = self._write_specs()
+            started = commands(deployment, self._folder, log_json=log_json)
+            self.children = {command.name: Child(command) for command in started}
         except BaseException:  # undone, whatever broke: the folder holds secrets
             shutil.rmtree(self._folder, ignore_errors=True)
             raise
-
-    def _write_specs(self) -> dict[str, Child]:
-        d = self._deployment
-        token = secrets.token_hex(32)
-        ports = free_ports(wire.WORKER_HOST, wire.WORKER_HOST, d.control)
-        addresses = {DECODE: (d.control, ports[2])}
-        children = {}
-        for name, role, layout, port in (
-            (DECODE, "decode", d.decode, ports[0]),
-            (PREFILL, "prefill", d.prefill, ports[1]),
-        ):
-            worker = wire.WorkerSpec(
-                config=d.config, name=name, role="decode" if role == "decode" else "prefill", model_folder=str(d.folder),
-                model_name=d.model, layout=files.encode(layout, format="json"), token=token, key=d.key, port=port,
-                control_port=ports[2] if role == "decode" else 0, peers=addresses, log_json=self._log_json)  # fmt: skip
-            children[name] = Child(name, "regauge.serve.worker_process", self._write(name, worker))
-        gateway = wire.GatewaySpec(
-            config=d.config, model_folder=str(d.folder), model_name=d.model, token=token,
-            workers=[wire.WorkerAddress(PREFILL, "prefill", f"http://{wire.WORKER_HOST}:{ports[1]}"),
-                     wire.WorkerAddress(DECODE, "decode", f"http://{wire.WORKER_HOST}:{ports[0]}")],
-            verdict=wire.VerdictInfo(d.verdict.path, "; ".join(d.verdict.reasons)), log_json=self._log_json)  # fmt: skip
-        children[GATEWAY] = Child(GATEWAY, "regauge.serve.gateway", self._write(GATEWAY, gateway))
-        return children
-
-    def _write(self, name: str, value: msgspec.Struct) -> Path:
-        path = self._folder / f"{name}.json"
-        wire.write_private(path, msgspec.json.encode(value))
-        return path
 
     async def run(self) -> int:
         """Start everything, say when it is ready, watch. Returns the exit code: 0 after a signal, 1 if something failed."""
@@ -274,23 +245,3 @@ def control_address(transfer: TransferConfig) -> str:
     except ConfigError as error:
         raise ConfigError(f"{setting} {host!r}: {error}") from error
     return address
-
-
-def free_ports(*hosts: str) -> list[int]:
-    """Return a port for each of these numeric addresses that nobody listens on now; ports of one address are unlike.
-
-    Raises ConfigError for an address that cannot be bound.
-    """
-    ports = []
-    with contextlib.ExitStack() as stack:  # all are held until the last is found, so that none is found twice
-        for host in hosts:
-            family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            sock = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))
-            try:
-                sock.bind((host, 0))
-            except OSError as error:
-                raise ConfigError(
-                    f"{host} cannot be bound: {error.strerror}; give an address of this machine"
-                ) from error
-            ports.append(int(sock.getsockname()[1]))
-    return ports

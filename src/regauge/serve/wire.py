@@ -25,7 +25,7 @@ from typing import Final, Literal
 
 import msgspec
 
-from regauge.config import Role, ServeConfig
+from regauge.config import EngineName, Port, Role, ServeConfig
 from regauge.engines.local.sampling import SamplingParams as SamplingParams  # noqa: PLC0414  # re-exported
 from regauge.errors import ConfigError, ProtocolError
 from regauge.move.state import Totals
@@ -80,8 +80,8 @@ class Generate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     transfer_id: str
     token_ids: list[int]
     sampling: SamplingParams
-    prefill: str
-    """Name of the prefill worker that will send the KV cache."""
+    prefill: list[str]
+    """Names of the prefill worker's ranks, in order, that will send the KV cache."""
 
 
 class Prefill(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -91,8 +91,10 @@ class Prefill(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     transfer_id: str
     token_ids: list[int]
     sampling: SamplingParams
-    decode: str
-    """Name of the decode worker that takes the KV cache."""
+    decode: dict[str, tuple[str, Port]]
+    """Control addresses of the decode worker's ranks, by name, in order: they take the KV cache."""
+    handover: bool = True
+    """Whether decode goes on from the first token that prefill samples; an engine that samples it itself does not."""
 
 
 class TransferEvent(msgspec.Struct, frozen=True, tag_field="type", tag="transfer"):
@@ -137,6 +139,9 @@ class Prefilled(msgspec.Struct, frozen=True, tag_field="type", tag="prefilled"):
     cached_tokens: int
     prefill_seconds: float
     transfer_seconds: float
+    logprob: float | None = None
+    top: list[tuple[int, float]] | None = None
+    """Of the first token, where they were asked for and the hand-over does not carry them."""
 
 
 class Aborted(msgspec.Struct, frozen=True):
@@ -153,10 +158,11 @@ class Health(msgspec.Struct, frozen=True):
     name: str
     pid: int
     model: str
-    free_pages: int
-    pages: int
-    running: int
-    waiting: int
+    free_pages: int = 0
+    pages: int = 0
+    """0: an engine that tells nothing of its pages and requests."""
+    running: int = 0
+    waiting: int = 0
     quarantined_pages: int = 0
     transfers: Totals = Totals()
 
@@ -166,12 +172,41 @@ PrefillReply = Prefilled | ErrorEvent
 _EVENTS: Final = msgspec.json.Decoder(Event)
 
 
+class RankAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One rank of a worker, as its peers' links know it."""
+
+    name: str
+    control: tuple[str, Port] | None = None
+    """Where a decode rank takes control connections."""
+    status: str = ""
+    """URL of a vLLM rank's own status (`engines/status.py`); empty: it has none."""
+
+
 class WorkerAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Where a worker listens; `url` is like `http://127.0.0.1:9001`."""
 
     name: str
     role: Role
     url: str
+    ranks: list[RankAddress] = []
+    """Of the engine, in order; none: one that is called like the worker."""
+    engine: EngineName = "local"
+    token: str = ""
+    """Bearer token that this worker wants; empty: that of the others."""
+
+    @property
+    def senders(self) -> list[str]:
+        """Names of the ranks of a prefill worker."""
+        return [rank.name for rank in self.ranks] or [self.name]
+
+    @property
+    def receivers(self) -> dict[str, tuple[str, Port]]:
+        """Control addresses of the ranks of a decode worker."""
+        return {rank.name: rank.control for rank in self.ranks if rank.control is not None}
+
+    def __repr__(self) -> str:
+        """Leave the token out."""
+        return f"WorkerAddress({self.name!r}, {self.role!r}, {self.url!r}, {self.engine!r}, token=...)"
 
 
 class VerdictInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -190,6 +225,10 @@ class GatewaySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     token: str
     workers: list[WorkerAddress]
     verdict: VerdictInfo
+    layouts: dict[str, bytes] = {}
+    """JSON of the layouts of workers that are known from the start, by name."""
+    key: str = ""
+    """Pre-shared key of the transfer plane, in hex, where engines' status is asked for by a token made from it."""
     log_json: bool = False
 
     def __repr__(self) -> str:
@@ -213,8 +252,8 @@ class WorkerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     port: int
     control_port: int
     """Where a decode worker takes prefill workers' control connections."""
-    peers: dict[str, tuple[str, int]]
-    """Control addresses of the decode workers, by name; for prefill workers."""
+    peers: dict[str, tuple[str, Port]]
+    """Control addresses of the decode ranks that a prefill worker links to ahead of the first request."""
     log_json: bool = False
 
     def __repr__(self) -> str:

@@ -193,7 +193,7 @@ class DecodeWorker(Worker):
     async def _generate(self, body: wire.Generate, events: asyncio.Queue[wire.Event]) -> None:
         prompt = len(body.token_ids)
         pages = await self.admission.lease(body.transfer_id, self.pages_for(prompt, body.sampling))
-        arrival = self.links.expect(body.transfer_id, [body.prefill], prompt)
+        arrival = self.links.expect(body.transfer_id, body.prefill, prompt)
         self.ledger.watch(arrival)
         try:
             arrived = await asyncio.shield(arrival)
@@ -203,12 +203,15 @@ class DecodeWorker(Worker):
                 self._release(body.transfer_id)  # it had arrived in the same moment
             raise
         try:
-            first = handover.decode(arrived.handover, body.prefill)
+            first = handover.decode(arrived.handover, ", ".join(body.prefill))
             events.put_nowait(
                 wire.TransferEvent(arrived.path, arrived.mode, arrived.wire_bytes, len(pages), arrived.seconds)
             )
             events.put_nowait(wire.TokenEvent(first.token, first.logprob, first.top))
-            count, reason = 1, first.finish_reason
+            count, reason = (
+                1,
+                first.finish_reason or self.scheduler.ends(body.sampling, first.token, prompt=prompt, generated=1),
+            )
             if reason is None:
                 count, reason = await self._decode(body, first, pages, events)
             final: Any = reason
@@ -222,7 +225,7 @@ class DecodeWorker(Worker):
         outputs: asyncio.Queue[Output] = asyncio.Queue()
         request = Request(
             id=body.request_id, token_ids=tuple(body.token_ids), pages=np.array(pages, np.int64), arrived=time.monotonic(),
-            sampling=msgspec.structs.replace(body.sampling, seed=first.seed),
+            sampling=body.sampling if first.seed is None else msgspec.structs.replace(body.sampling, seed=first.seed),
             computed=len(body.token_ids), generated=(first.token,))  # fmt: skip
         await self.engine.add(request, outputs.put_nowait)
         while True:
@@ -258,14 +261,14 @@ class PrefillWorker(Worker):
     async def prefill(self, body: wire.Prefill) -> wire.Prefilled:
         """Serve one request. Raises RegaugeError for what went wrong."""
         prompt = len(body.token_ids)
-        if body.decode not in self.spec.peers:
-            raise RefusalError("bad_request", f"{self.spec.name} knows no decode worker {body.decode!r}")
+        if not body.decode:
+            raise RefusalError("bad_request", "decode is empty: name the ranks that take the KV cache")
         pages = np.array(await self.admission.lease(body.transfer_id, self.pages_for(prompt, body.sampling)), np.int64)
         quiet = asyncio.Event()
         out: Outgoing | None = None
         try:
             out = await self.links.start(
-                body.transfer_id, {body.decode: self.spec.peers[body.decode]}, [PageTable(pages)], prompt, quiet.set)  # fmt: skip
+                body.transfer_id, body.decode, [PageTable(pages)], prompt, quiet.set)  # fmt: skip
             self.ledger.watch(out.finished)
             await out.wait_granted()
             return await self._compute(body, pages, out)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -32,12 +31,12 @@ from regauge.observe import setup_logging
 from regauge.serve import wire
 from regauge.serve.debug import shown
 from regauge.serve.gateway import listen
+from regauge.serve.tied import die_with_parent
 from regauge.serve.worker import DecodeWorker, PrefillWorker
 
 log = structlog.get_logger()
 Handler = Callable[[HttpRequest], Awaitable[Response]]
 WARM_TRIES = 120
-_PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
 def routes(worker: DecodeWorker | PrefillWorker) -> list[Route]:
@@ -220,12 +219,6 @@ def main(arguments: list[str]) -> int:
         log.error("the worker ended", error=str(error))
         return 1
     return 0
-
-
-def die_with_parent() -> None:
-    """Ask the kernel for SIGTERM when the supervisor dies, so that nothing is left running."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 if __name__ == "__main__":

@@ -134,11 +134,10 @@ class Scheduler:
         """Accept a request. Raises EngineError that names it and what is wrong, before anything runs."""
         if wrong := self._objection(request):
             raise EngineError(f"request {request.id!r}: {wrong}")
-        stops = frozenset(request.sampling.stop_token_ids)
         entry = _Running(
             request=request,
             sampler=Sampler(request.sampling, generated=request.generated),
-            stops=stops if request.sampling.ignore_eos else stops | self._model.eos_ids,
+            stops=self.stops(request.sampling),
             tokens=[*request.token_ids, *request.generated],
             computed=request.computed,
         )
@@ -230,11 +229,22 @@ class Scheduler:
         )
 
     def _finish_reason(self, entry: _Running, token: int) -> FinishReason | None:
-        if token in entry.stops:
+        sampling, prompt = entry.request.sampling, len(entry.request.token_ids)
+        ends = self.ends(sampling, token, prompt=prompt, generated=entry.generated)
+        return "prefill" if ends is None and entry.request.prefill_only else ends
+
+    def ends(
+        self, sampling: SamplingParams, token: int, *, prompt: int, generated: int
+    ) -> Literal["stop", "length"] | None:
+        """Return why an answer of `generated` tokens ends with this one, if it does."""
+        if token in self.stops(sampling):
             return "stop"
-        if entry.generated >= entry.request.sampling.max_tokens or len(entry.tokens) >= self.context:
-            return "length"
-        return "prefill" if entry.request.prefill_only else None
+        return "length" if generated >= sampling.max_tokens or prompt + generated >= self.context else None
+
+    def stops(self, sampling: SamplingParams) -> frozenset[int]:
+        """Return the tokens that end an answer."""
+        own = frozenset(sampling.stop_token_ids)
+        return own if sampling.ignore_eos else own | self._model.eos_ids
 
     def _alive(self, batch: Iterable[tuple[_Running, int]]) -> list[_Running]:
         return [entry for entry, _ in batch if self._all.get(entry.request.id) is entry]

@@ -1,0 +1,172 @@
+"""The pair of workers that a gateway serves with, and what it knows of their health."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Final
+
+from regauge.errors import ConfigError, ProtocolError, RegaugeError
+from regauge.move.state import Totals
+from regauge.observe import ERROR, ROLE, WORKER, Metrics, get_logger
+from regauge.serve import wire
+from regauge.serve.client import WorkerClient
+from regauge.serve.connection import Connection, RequestTimeout, WorkerError, WorkerLost
+from regauge.serve.debug import WorkerView
+from regauge.serve.vllm import VllmClient
+
+DEBUG_S: Final = 2.0
+
+
+@dataclass(frozen=True)
+class HealthPolicy:
+    """A worker is dead after a refused connection, or `misses` polls in a row without an answer in `limit_s`."""
+
+    period_s: float = 1.0
+    limit_s: float = 2.0
+    misses: int = 3
+
+
+class Worker:
+    """One worker and what is known of its health: `up`, since when, and why not."""
+
+    def __init__(self, client: Connection, metrics: Metrics, policy: HealthPolicy) -> None:
+        self.client = client
+        self.up = False
+        self.since = datetime.now(UTC)
+        self.reason = "it was not asked yet"
+        self.draining = False
+        self._metrics = metrics
+        self._policy = policy
+        self._missed = 0
+        self._pid = 0
+        self._counted = Totals()
+        """What is in the metrics of the process `_pid`."""
+        self._doubt = asyncio.Event()
+        metrics.worker_down(client.name, client.role)
+
+    @property
+    def usable(self) -> bool:
+        """Whether it takes requests."""
+        return self.up and not self.draining
+
+    def doubt(self) -> None:
+        """Ask at once: a request has just lost this worker."""
+        self._doubt.set()
+
+    async def watch(self) -> None:
+        """Poll the worker until cancelled."""
+        while True:
+            await self.poll()
+            self._doubt.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._policy.period_s):
+                    await self._doubt.wait()
+
+    async def poll(self) -> None:
+        """Ask once, and note the outcome."""
+        try:
+            health = await self.client.health(self._policy.limit_s)
+        except RequestTimeout as error:
+            self._missed += 1
+            if self._missed >= self._policy.misses or not self.up:
+                self._note(False, f"{error}, {self._missed} times in a row")
+        except WorkerLost as error:
+            self._note(False, error.reason)
+        except (WorkerError, ProtocolError) as error:
+            self._note(False, str(error))
+        else:
+            self._missed = 0
+            self.draining = health.status == "draining"
+            self._note(True, "")
+            self._metrics.worker_up.labels(self.client.name, self.client.role).set(1)
+            if health.pages:
+                self._metrics.worker_state(
+                    self.client.name,
+                    self.client.role,
+                    running=health.running,
+                    waiting=health.waiting,
+                    free_pages=health.free_pages,
+                    pages=health.pages,
+                    quarantined_pages=health.quarantined_pages,
+                )
+            self._count(health)
+
+    def _count(self, health: wire.Health) -> None:
+        """Add what the worker's totals have grown by; a restarted one begins anew."""
+        before = self._counted if health.pid == self._pid else Totals()
+        after = health.transfers
+        self._metrics.worker_trouble(
+            self.client.name,
+            self.client.role,
+            failed={reason: n - before.failed.get(reason, 0) for reason, n in after.failed.items()},
+            resent_chunks=after.resent - before.resent,
+            resumed_legs=after.resumed - before.resumed,
+        )
+        self._counted, self._pid = after, health.pid
+
+    def _note(self, up: bool, reason: str) -> None:
+        if up != self.up:
+            self.up, self.since = up, datetime.now(UTC)
+            fields = {WORKER: self.client.name, ROLE: self.client.role}
+            if up:
+                get_logger(**fields).info("worker is up")
+            else:
+                get_logger(**fields).error("worker is lost", **{ERROR: reason})
+        self.reason = reason
+        if not up:
+            self._metrics.worker_down(self.client.name, self.client.role)
+            self.client.give_up(reason)
+
+
+async def view(worker: Worker, limit: int) -> WorkerView:
+    """Ask a worker how its transfers stand; what keeps it from answering within DEBUG_S is said in its place."""
+    state, reason = None, worker.reason
+    try:
+        state = await worker.client.debug(limit, asyncio.get_running_loop().time() + DEBUG_S)
+    except RegaugeError as error:
+        reason = str(error)
+    return WorkerView(worker.client.name, worker.client.role, worker.up, worker.since, reason, state)
+
+
+@dataclass(frozen=True)
+class Workers:
+    """The pair that the gateway serves with."""
+
+    prefill: Worker
+    decode: Worker
+
+    @classmethod
+    def connect(
+        cls,
+        addresses: Sequence[wire.WorkerAddress],
+        token: str,
+        metrics: Metrics,
+        policy: HealthPolicy = HealthPolicy(),
+        *,
+        model: str = "",
+    ) -> Workers:
+        """Make the pair from the two addresses. Raises ConfigError unless there is exactly one of each role."""
+        by_role = {address.role: address for address in addresses}
+        if len(addresses) != 2 or len(by_role) != 2:
+            given = ", ".join(f"{address.name} ({address.role})" for address in addresses) or "none"
+            raise ConfigError(f"workers: one prefill and one decode worker are needed, got {given}")
+        return cls(*(Worker(_client(by_role[role], token, model), metrics, policy) for role in ("prefill", "decode")))
+
+    def both(self) -> tuple[Worker, Worker]:
+        """Return the prefill and the decode worker."""
+        return self.prefill, self.decode
+
+    def fault(self) -> Worker | None:
+        """Return a worker without which no request can be served now, if there is one."""
+        if self.decode.usable and (self.prefill.usable or self.decode.client.computes):
+            return None
+        return self.prefill if self.decode.usable else self.decode
+
+
+def _client(address: wire.WorkerAddress, token: str, model: str) -> Connection:
+    own = address.token or token
+    return VllmClient(address, own, model) if address.engine == "vllm" else WorkerClient(address, own)
