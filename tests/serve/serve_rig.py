@@ -338,7 +338,9 @@ async def open_rig(
     policy: HealthPolicy | None = None,
     grace_s: float = 0.0,
     prefill_up: bool = True,
+    decode_at: wire.WorkerAddress | None = None,
 ) -> AsyncIterator[Rig]:
+    """`decode_at`: a decode worker of another kind, in place of the rig's own."""
     rails: dict[str, asyncio.Future[None]] = {}
     prefill = EchoWorker("prefill-0", "prefill", tokenizer, rails)
     decode = EchoWorker("decode-0", "decode", tokenizer, rails)
@@ -350,10 +352,11 @@ async def open_rig(
             await prefill.stop()
         metrics = Metrics.create("test")
         workers = Workers.connect(
-            [prefill.address, decode.address],
+            [prefill.address, decode_at or decode.address],
             TOKEN,
             metrics,
             policy or HealthPolicy(period_s=0.05),
+            model=MODEL,
         )
         config = ServeConfig(limits=limits or LimitsConfig(request_timeout_s=WAIT_S))
         app = build_app(config, tokenizer, workers, metrics, model=MODEL, verdict=wire.VerdictInfo("CONVERT"))

@@ -11,13 +11,14 @@ from typing import Any
 import msgspec
 import pytest
 from aiohttp import web
-from serve_rig import TOKEN, WAIT_S
+from serve_rig import MODEL, TOKEN, WAIT_S, Rig, open_rig
 
 from regauge.engines.local.sampling import SamplingParams
 from regauge.engines.vllm.schedule import ReceiveParams, SendParams
 from regauge.errors import ProtocolError
 from regauge.serve import wire
 from regauge.serve.connection import WorkerError, WorkerLost
+from regauge.serve.text import Tokenizer
 from regauge.serve.vllm import VllmClient
 
 pytestmark = pytest.mark.anyio
@@ -37,6 +38,8 @@ class Stand:
         self.gone = asyncio.Event()
         self.model = "m"
         self.hold = False
+        self.awaits: asyncio.Event | None = None
+        """Nothing is generated on KV from outside before this."""
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
         assert request.headers["authorization"] == f"Bearer {TOKEN}"
@@ -45,6 +48,8 @@ class Stand:
         self.ids.append(request.headers.get("x-request-id"))
         if not body.get("stream") or self.status != 200:
             return web.json_response(self.whole, status=self.status)
+        if "kv_transfer_params" in body and self.awaits is not None:
+            await self.awaits.wait()
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
         await response.prepare(request)
         try:
@@ -66,7 +71,7 @@ class Stand:
 
 
 @asynccontextmanager
-async def connected(role: Any = "decode") -> AsyncIterator[tuple[Stand, VllmClient]]:
+async def standing() -> AsyncIterator[tuple[Stand, str]]:
     stand, app = Stand(), web.Application()
     app.router.add_post("/v1/completions", stand.complete)
     app.router.add_get("/health", stand.health)
@@ -74,13 +79,20 @@ async def connected(role: Any = "decode") -> AsyncIterator[tuple[Stand, VllmClie
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1, access_log=None)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
-    address = wire.WorkerAddress("d", role, f"http://127.0.0.1:{runner.addresses[0][1]}", RANKS, "vllm")
-    client = VllmClient(address, TOKEN, "m")
     try:
-        yield stand, client
+        yield stand, f"http://127.0.0.1:{runner.addresses[0][1]}"
     finally:
-        await client.close()
         await runner.cleanup()
+
+
+@asynccontextmanager
+async def connected(role: Any = "decode") -> AsyncIterator[tuple[Stand, VllmClient]]:
+    async with standing() as (stand, url):
+        client = VllmClient(wire.WorkerAddress("d", role, url, RANKS, "vllm"), TOKEN, "m")
+        try:
+            yield stand, client
+        finally:
+            await client.close()
 
 
 def generate(*senders: str, **sampling: Any) -> wire.Generate:
@@ -240,3 +252,68 @@ async def test_another_model_is_not_ours() -> None:
         stand.status = 503
         with pytest.raises(WorkerError):
             await client.health(WAIT_S)
+
+
+@asynccontextmanager
+async def pair(tokenizer: Tokenizer, **options: Any) -> AsyncIterator[tuple[Stand, Rig]]:
+    """A gateway before a prefill worker of our own and a decode worker that is vLLM."""
+    async with standing() as (stand, url):
+        stand.model = MODEL
+        text = tokenizer.encode("all is well")
+        stand.events = [*(chunk(token) for token in text), chunk(finish="length")]
+        async with open_rig(
+            tokenizer, decode_at=wire.WorkerAddress("d", "decode", url, RANKS, "vllm"), **options
+        ) as rig:
+            await rig.until(lambda: rig.sample("regauge_worker_up", worker="d", role="decode") == 1)
+            yield stand, rig
+
+
+BODY = {"model": MODEL, "prompt": "how is it?", "max_tokens": 20}
+
+
+async def test_a_pair_of_engines_is_one_endpoint(tokenizer: Tokenizer) -> None:
+    async with pair(tokenizer) as (stand, rig):
+        status, body, _ = await rig.post("/v1/completions", BODY)
+        assert (status, body["choices"][0]["text"]) == (200, "all is well")
+        assert stand.asked[0]["kv_transfer_params"]["regauge"]["from"] == ["prefill-0"]
+        sent = rig.prefill.prefills[0]
+        assert sent.decode == {"d.0": ("127.0.0.1", 9_000), "d.1": ("127.0.0.1", 9_001)}
+        assert sent.transfer_id == stand.asked[0]["kv_transfer_params"]["regauge"]["transfer"]
+        assert not sent.handover
+        assert rig.sample("regauge_prefill_bypassed_total") == 0
+        events = await rig.stream(
+            "/v1/chat/completions", {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
+        )
+        assert "".join(e["choices"][0]["delta"].get("content", "") for e in events[:-1]) == "all is well"
+
+
+@pytest.mark.parametrize("how", ["refuses", "dies"])
+async def test_decode_goes_on_alone_where_prefill_fails(tokenizer: Tokenizer, how: str) -> None:
+    async with pair(tokenizer) as (stand, rig):
+        stand.awaits = asyncio.Event()  # the KV never comes
+        if how == "refuses":
+            rig.prefill.refuse = wire.ErrorEvent("engine_failed", "out of order", "prefill-0")
+        else:
+            rig.prefill.die_after = 0
+        status, body, _ = await rig.post("/v1/completions", BODY)
+        assert (status, body["choices"][0]["text"], len(stand.asked)) == (200, "all is well", 2)
+        assert "kv_transfer_params" not in stand.asked[1]
+        assert rig.sample("regauge_prefill_bypassed_total") == 1
+
+
+async def test_without_a_prefill_worker_the_pair_is_degraded_and_serves(tokenizer: Tokenizer) -> None:
+    async with pair(tokenizer, prefill_up=False) as (stand, rig):
+        assert (await rig.get("/ready"))[:2][1]["status"] == "degraded"
+        status, body, _ = await rig.post("/v1/completions", BODY)
+        assert (status, body["choices"][0]["text"], len(stand.asked)) == (200, "all is well", 1)
+
+
+async def test_prefill_may_answer_after_decode(tokenizer: Tokenizer) -> None:
+    async with pair(tokenizer) as (stand, rig):
+        rig.prefill.hold = asyncio.Event()  # vLLM's answer to prefill may come after decode's first token
+        asking = asyncio.create_task(rig.post("/v1/completions", BODY))
+        await rig.prefill.arrivals.get()
+        await rig.until(lambda: bool(stand.asked))
+        rig.prefill.hold.set()
+        status, body, _ = await asking
+        assert (status, body["choices"][0]["text"], len(stand.asked)) == (200, "all is well", 1)
