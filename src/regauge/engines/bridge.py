@@ -20,7 +20,8 @@ from regauge.config import TransferConfig
 from regauge.errors import DeadlineExceeded, RegaugeError
 from regauge.move.bound import Borrowed
 from regauge.move.crossing import PageTable
-from regauge.move.inbound import Arrival, InboundLinks
+from regauge.move.inbound import InboundLinks
+from regauge.move.incoming import Arrival
 from regauge.move.outbound import Address, OutboundLinks
 from regauge.move.outgoing import Outgoing
 from regauge.move.pages import LentPages
