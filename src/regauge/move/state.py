@@ -17,7 +17,8 @@ from regauge.move.flow_types import LinkState as NicState
 from regauge.move.protocol import TransferState
 
 if TYPE_CHECKING:  # whoever only shows these figures needs no transfer layer
-    from regauge.move.pages import PagePool
+    from regauge.layout.spec import Group
+    from regauge.move.pages import LentPages, PagePool
     from regauge.move.rails import Rails
 
 SHOWN_DIGITS = 8
@@ -59,7 +60,8 @@ class PoolState(msgspec.Struct, frozen=True):
 
     pages: int
     page_size: int
-    free: int
+    free: int | None
+    """None: the engine allocates by itself, and whatever no transfer has is the engine's."""
     leased: int
     committed: int
     quarantined: int
@@ -121,6 +123,14 @@ def pool_states(pools: Iterable[PagePool]) -> list[PoolState]:
     return [
         PoolState(p.pages, p.page_size, p.free, p.count("leased"), p.count("committed"), p.count("quarantined"))
         for p in pools
+    ]
+
+
+def lent_states(groups: Iterable[Group], lent: Iterable[LentPages]) -> list[PoolState]:
+    """Count the pages that an engine has lent, of each group."""
+    return [
+        PoolState(g.pages, g.page_size, None, p.count("leased"), p.count("committed"), p.count("quarantined"))
+        for g, p in zip(groups, lent, strict=True)
     ]
 
 
