@@ -14,8 +14,9 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
 import numpy as np
 import structlog
@@ -39,6 +40,7 @@ from regauge.plan import Judge, check
 from regauge.plan.cost import Mode
 
 log = structlog.get_logger()
+T = TypeVar("T")
 KEPT_ENDS = 1_000
 """Transfers whose end can be asked for afterwards."""
 START_S = 30.0
@@ -95,7 +97,7 @@ class Bridge(abc.ABC):
         if not self._loop.is_running():
             return
         try:
-            self._wait(self._close(), CLOSE_S)
+            self.run(self._close(), CLOSE_S)
         except (RegaugeError, OSError) as error:
             log.warning("the links did not end cleanly", error=str(error))
         self._stop()
@@ -107,10 +109,10 @@ class Bridge(abc.ABC):
             self._loop.close()
         self._rails.close()
 
-    def _start(self, work: Coroutine[Any, Any, Any]) -> Any:
+    def _begin(self, work: Coroutine[Any, Any, T]) -> T:
         """Make the links, in their loop."""
         try:
-            return self._wait(work, START_S)
+            return self.run(work, START_S)
         except BaseException:  # whatever broke, also an interrupt: the loop and the transports go too
             self._stop()
             raise
@@ -169,8 +171,13 @@ class Bridge(abc.ABC):
     def _post(self, call: Callable[..., object], *arguments: object) -> None:
         self._loop.call_soon_threadsafe(call, *arguments)
 
-    def _wait(self, work: Coroutine[Any, Any, Any], limit_s: float) -> Any:
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+    def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Have something done in the links' loop. For any thread."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def run(self, work: Coroutine[Any, Any, T], limit_s: float) -> T:
+        """Have something done in the links' loop, and wait for it. Raises DeadlineExceeded after `limit_s` seconds."""
+        future = self.start(work)
         try:
             return future.result(limit_s)
         except TimeoutError as error:
@@ -198,10 +205,7 @@ class ReceivingEnd(Bridge):
             links.on_release = self._released
             return links, await links.start(config.control or config.host, port)
 
-        self.links: InboundLinks
-        self.address: tuple[str, int]
-        """Where it takes control connections."""
-        self.links, self.address = self._start(start())
+        self.links, self.address = self._begin(start())
 
     def expect(
         self, transfer: str, peers: Sequence[str], tokens: int, tables: Sequence[tuple[Sequence[int], int]], *, first: int = 0
@@ -284,7 +288,7 @@ class SendingEnd(Bridge):
         async def start() -> OutboundLinks:
             return OutboundLinks(name, key, memory, self._rails, config, judge)
 
-        self.links: OutboundLinks = self._start(start())
+        self.links: OutboundLinks = self._begin(start())
 
     def offer(self, transfer: str, peers: Mapping[str, Address], tokens: int) -> None:
         """Announce a transfer to the decode ranks that it concerns; the engine need not wait for their answer."""
