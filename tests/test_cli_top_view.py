@@ -108,6 +108,12 @@ def test_what_went_wrong_is_said() -> None:
     assert "and 7 older ones" in text
 
 
+def test_what_an_engine_has_not_lent_is_not_called_free() -> None:
+    text = drawn(overview(worker(pool=PoolState(64, 16, None, 3, 0, 1))))
+    assert "▓ 3 leased  ▒ 1 quarantined  ░ 60 not lent" in text
+    assert "free" not in text
+
+
 def test_flow_control_of_a_nic_is_one_line() -> None:
     view = worker()
     assert view.state is not None

@@ -105,12 +105,14 @@ def _totals(line: Text, total: Totals) -> Text:
 def _pool(pool: PoolState) -> Text:
     """Return one line: a bar, then pages by state."""
     line = Text("pages ")
-    counts = {name: getattr(pool, name) for name, _, _ in _POOL}
+    lent = pool.committed + pool.leased + pool.quarantined
+    counts = {name: getattr(pool, name) for name, _, _ in _POOL} | {"free": pool.pages - lent}
     for (name, mark, style), cells in zip(_POOL, share([counts[n] for n, _, _ in _POOL], POOL_BAR), strict=True):
         line.append(mark * cells, style if name != "free" else "dim")
     for name, mark, style in _POOL:
         if counts[name] or name == "free":
-            line.append(f"  {mark} ", style).append(f"{counts[name]} {name}")
+            word = "not lent" if name == "free" and pool.free is None else name
+            line.append(f"  {mark} ", style).append(f"{counts[name]} {word}")
     return line.append(f"  of {pool.pages} x {pool.page_size} tokens", "dim")
 
 

@@ -2,74 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import msgspec
 import numpy as np
 import pytest
+from ends_rig import LAYERS, MODEL, Ends, ended, open_ends
 
-from regauge.config import TransferConfig
-from regauge.engines.bridge import Ended, ReceivingEnd, SendingEnd
-from regauge.engines.local.kv import allocate
-from regauge.layout.presets import attention_model, from_short
-from regauge.layout.spec import Array, Rope
-from regauge.move.bound import Borrowed, Memory
+from regauge.engines import bridge
+from regauge.engines.bridge import Ended
 from regauge.plan.reference import transfer
-from strategies import Pool, assert_same
-
-KEY = bytes(range(32))
-MODEL = attention_model("m", 3, Array(2, 16), rope=Rope(1e4, 16))
-LAYERS = range(MODEL.num_layers)
-
-
-@dataclass
-class Ends:
-    out: SendingEnd
-    into: ReceivingEnd
-    source: Memory
-    target: Memory
-
-    def pools(self) -> tuple[Pool, Pool]:
-        a, b = (
-            Pool(m.layout, m.slab.array, {r.name: r.base - m.slab.address for r in m.layout.regions})
-            for m in (self.source, self.target)
-        )
-        return a, b
-
-    @property
-    def peers(self) -> dict[str, tuple[str, int]]:
-        return {"d.0": self.into.address}
+from strategies import assert_same
 
 
 @pytest.fixture(params=["tcp", "shm"])
 def ends(request: pytest.FixtureRequest) -> Iterator[Ends]:
-    source, target = (
-        allocate(from_short(text, MODEL, pages=24), "kv") for text in ("bf16,page=64,hnd", "bf16,page=16,nhd")
-    )
-    for seed, memory in enumerate((source, target)):
-        memory.slab.array[:] = np.random.default_rng(seed).integers(0, 255, memory.slab.nbytes, np.uint8)
-    config = TransferConfig(transport=request.param, staging_bytes=1 << 20, lease_s=2.0, resume_s=0.5, offer_s=5.0)
-    into = ReceivingEnd("d.0", KEY, Borrowed(target.layout), config)
-    out = SendingEnd("p.0", KEY, Borrowed(source.layout), config)
-    yield Ends(out, into, source, target)
-    out.close()
-    into.close()
-    for memory in (source, target):
-        memory.slab.close()
-
-
-def ended(end: SendingEnd | ReceivingEnd) -> Ended:
-    """The next transfer that ends: an engine asks in its own loop, here a bounded one."""
-    limit = time.monotonic() + 20
-    while time.monotonic() < limit:
-        if found := end.ended():
-            [one] = found
-            return one
-        end._wait(asyncio.sleep(0), 5)  # a turn of the links' loop
-    raise AssertionError("nothing has ended")
+    with open_ends(request.param, lease_s=2.0, resume_s=0.5, offer_s=5.0) as made:
+        yield made
 
 
 def test_tables_that_grow_step_by_step_arrive_as_the_reference_says(ends: Ends) -> None:
@@ -138,20 +87,33 @@ def test_names_in_use_are_an_error_of_the_second(ends: Ends) -> None:
     assert "is expected already" in ended(ends.into).error
 
 
-def test_a_layout_that_prefill_does_not_know_is_one_transfers_refusal() -> None:
-    source = allocate(from_short("bf16,page=64", MODEL, pages=8), "kv")
+def test_a_load_that_nothing_comes_for_ends_at_once_when_it_is_cancelled() -> None:
+    """Prefill died before it offered: an engine that aborts the request gets its blocks back, not after `offer_s`."""
+    with open_ends("tcp", offer_s=600.0) as ends:
+        ends.into.expect("x", ["p.0"], 40, [([1, 2, 3], 0)])
+        ends.into.cancel("x", "the request was aborted")
+        assert ended(ends.into) == Ended("x", "the request was aborted")
+        ends.into.expect("x", ["p.0"], 40, [([1, 2, 3], 0)])  # the pages may be lent anew
+        ends.into.cancel("x", "again")
+        assert ended(ends.into).error == "again"
+
+
+def test_a_pair_that_is_refused_ends_the_transfer_on_both_sides() -> None:
     other = msgspec.structs.replace(MODEL, states=[msgspec.structs.replace(s, rope=None) for s in MODEL.states])
-    target = allocate(from_short("bf16,page=16", other, pages=8), "kv")
-    config = TransferConfig(transport="tcp", staging_bytes=1 << 20)
-    into, out = (
-        ReceivingEnd("d.0", KEY, Borrowed(target.layout), config),
-        SendingEnd("p.0", KEY, Borrowed(source.layout), config),
-    )
-    try:
-        out.offer("x", {"d.0": into.address}, 40)
-        assert "rope" in ended(out).error
-    finally:
-        out.close()
-        into.close()
-        source.slab.close()
-        target.slab.close()
+    with open_ends("tcp", decode_model=other, offer_s=600.0) as ends:
+        ends.begin("x")
+        assert "rope" in ended(ends.out).error
+        assert "no link from p.0: " in (there := ended(ends.into).error)
+        assert "rope" in there
+
+
+def test_the_last_ends_can_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bridge, "KEPT_ENDS", 3)
+    with open_ends("tcp") as ends:
+        for name in "abcd":
+            ends.into.note(Ended(name, "no"))
+        ends.into.note(Ended("b", "again"))
+        assert ends.into.run(ends.into.end_of("b", 5), 10) == Ended("b", "again")
+        assert ends.into.run(ends.into.end_of("d", 0), 10) == Ended("d", "no")
+        assert ends.into.run(ends.into.end_of("a", 0), 10) is None
+        assert not ends.into.ended(), "the engine has not asked for these"

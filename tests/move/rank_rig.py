@@ -18,7 +18,8 @@ from regauge.move.conformance import catalogue
 from regauge.move.conformance.pools import LENGTH, PREFIX, Pool, generator, random_pool, spread, tokens_of
 from regauge.move.conformance.suite import Source, first_difference, source
 from regauge.move.crossing import PageTable
-from regauge.move.inbound import Arrival, InboundLinks
+from regauge.move.inbound import InboundLinks
+from regauge.move.incoming import Arrival
 from regauge.move.memory import Slab
 from regauge.move.outbound import OutboundLinks
 from regauge.move.outgoing import Outgoing

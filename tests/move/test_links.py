@@ -124,8 +124,19 @@ async def test_either_side_refuses_a_pair_that_its_quality_gate_does_not_allow(s
     judges = [check, check]
     judges[side] = Gate({}, []).check
     async with both(judges=(judges[0], judges[1])) as b:
+        waiting = b.expect("x", 20)
         with pytest.raises((Refused, ProtocolError), match=r"quality: prefill has .* no quality record is given"):
             await b.offer("x", 20)
+        for arrival in (waiting, b.expect("later", 20)):  # neither waits for an offer that cannot come
+            with pytest.raises(TransferFailed, match=r"no link from p: quality: prefill has"):
+                await asyncio.wait_for(arrival, 20)
+        assert b.pool.free == 24
+        b.out._judge = b.into._judge = check  # as after a restart with another record
+        sent = await b.offer("y", 20)
+        waiting = b.expect("y", 20)
+        mark_all(sent, 20)
+        sent.finish(b"")
+        await asyncio.wait_for(waiting, 20)
     async with both("direct", judges=(judges[0], judges[1])) as b:
         await b.offer("x", 20)
 

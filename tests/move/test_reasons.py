@@ -9,7 +9,7 @@ from typing import get_args, get_type_hints
 import pytest
 
 from regauge.config import FlowConfig
-from regauge.errors import TransferFailed
+from regauge.errors import ProtocolError, Refused, TransferFailed
 from regauge.move import messages as m
 from regauge.move.flow import ReceiverFlow
 from regauge.move.flow_types import NicLimits
@@ -138,6 +138,7 @@ def test_what_the_protocol_says_is_sorted(expected: str, case: Callable[[], Iter
         ("fault", "a chunk could not be brought into its pages: no memory"),
         ("fault", "a chunk could not be written: no memory"),
         ("refused", "p0 together do not send layer 3: name every prefill rank"),
+        ("refused", "no link from p: rope.theta: prefill has 500000.0, decode has 10000.0"),
         ("link", "lost prefill worker p: the peer closed the control connection"),
         ("link", "the link to d was closed"),
         ("other", "the client went away"),
@@ -145,6 +146,13 @@ def test_what_the_protocol_says_is_sorted(expected: str, case: Callable[[], Iter
 )
 def test_what_the_drivers_say_is_sorted(expected: str, reason: str) -> None:
     assert reason_class(TransferFailed(reason)) == expected
+
+
+def test_a_refusal_is_one_on_whichever_side_it_was_found() -> None:
+    assert (
+        reason_class(Refused(("rope",))) == reason_class(ProtocolError("the peer refuses the pair: rope")) == "refused"
+    )
+    assert reason_class(ProtocolError("the peer sent Ready")) == "other"
 
 
 def test_the_manual_explains_every_reason_and_state() -> None:

@@ -8,28 +8,41 @@ from __future__ import annotations
 
 import abc
 import asyncio
+import contextlib
+import os
 import threading
+import time
+from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar, Literal, TypeVar
 
 import numpy as np
 import structlog
 
-from regauge.config import TransferConfig
+from regauge.config import Role, TransferConfig
 from regauge.errors import DeadlineExceeded, RegaugeError
 from regauge.move.bound import Borrowed
 from regauge.move.crossing import PageTable
-from regauge.move.inbound import Arrival, InboundLinks
+from regauge.move.flow_types import LinkState as NicState
+from regauge.move.inbound import InboundLinks
+from regauge.move.incoming import Arrival
+from regauge.move.ledger import Ledger
 from regauge.move.outbound import Address, OutboundLinks
 from regauge.move.outgoing import Outgoing
 from regauge.move.pages import LentPages
-from regauge.move.protocol import Range
+from regauge.move.protocol import Range, TransferState
 from regauge.move.rails import Rails
+from regauge.move.state import LinkState, PoolState, WorkerState, bounded, lent_states, session_states
 from regauge.move.transports import open_rails
 from regauge.plan import Judge, check
+from regauge.plan.cost import Mode
 
 log = structlog.get_logger()
+T = TypeVar("T")
+KEPT_ENDS = 1_000
+"""Transfers whose end can be asked for afterwards."""
 START_S = 30.0
 CLOSE_S = 20.0
 
@@ -44,12 +57,19 @@ class Ended:
     handover: bytes = b""
     """On decode: what prefill sent beside the KV."""
     path: str = ""
+    mode: Mode | Literal[""] = ""
+    """How its chunks were written, in the first pair of state groups; empty: none were."""
     wire_bytes: int = 0
     seconds: float = 0.0
 
 
 class Bridge(abc.ABC):
-    """An event loop in a thread, with one rank's transports. Close it."""
+    """An event loop in a thread, with one rank's transports. Close it.
+
+    What is `async` here is for that loop.
+    """
+
+    role: ClassVar[Role]
 
     def __init__(self, name: str, key: bytes, config: TransferConfig) -> None:
         """Raises ConfigError as `open_rails`."""
@@ -59,6 +79,11 @@ class Bridge(abc.ABC):
         self._thread = threading.Thread(target=self._loop.run_forever, name=f"regauge-{name}", daemon=True)
         self._lock = threading.Lock()
         self._ended: list[Ended] = []
+        self._ends: OrderedDict[str, Ended] = OrderedDict()
+        """The last `KEPT_ENDS`, oldest first."""
+        self._news = asyncio.Event()
+        """Set when something has ended; then there is another one."""
+        self._ledger = Ledger()
         self._thread.start()
 
     def ended(self) -> list[Ended]:
@@ -72,7 +97,7 @@ class Bridge(abc.ABC):
         if not self._loop.is_running():
             return
         try:
-            self._wait(self._close(), CLOSE_S)
+            self.run(self._close(), CLOSE_S)
         except (RegaugeError, OSError) as error:
             log.warning("the links did not end cleanly", error=str(error))
         self._stop()
@@ -84,27 +109,75 @@ class Bridge(abc.ABC):
             self._loop.close()
         self._rails.close()
 
-    def _start(self, work: Coroutine[Any, Any, Any]) -> Any:
+    def _begin(self, work: Coroutine[Any, Any, T]) -> T:
         """Make the links, in their loop."""
         try:
-            return self._wait(work, START_S)
+            return self.run(work, START_S)
         except BaseException:  # whatever broke, also an interrupt: the loop and the transports go too
             self._stop()
             raise
+
+    async def end_of(self, transfer: str, wait_s: float) -> Ended | None:
+        """Return how a transfer has ended, or will have within `wait_s` seconds; None: it has not, is not known, or was long ago."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(wait_s):
+                while transfer not in self._ends:
+                    await self._news.wait()
+        return self._ends.get(transfer)
+
+    async def state(self, limit: int) -> WorkerState:
+        """Describe at most `limit` of each kind of thing, the newest ones."""
+        transfers, links = self._under_way()
+        state = WorkerState(
+            self.name, self.role, os.getpid(), time.monotonic(), transfers, links, self._pools(), session_states(self._rails),
+            self._ledger.totals(), self._nics(),
+        )  # fmt: skip
+        return bounded(state, limit)
+
+    @abc.abstractmethod
+    def _under_way(self) -> tuple[list[TransferState], list[LinkState]]:
+        """Describe the transfers that are not over, and the links."""
+
+    def _pools(self) -> list[PoolState]:
+        return []
+
+    def _nics(self) -> list[NicState]:
+        return []
 
     @abc.abstractmethod
     async def _close(self) -> None:
         """End the links."""
 
+    def note(self, ended: Ended) -> None:
+        """Keep the end of a transfer that its engine has not given to the links. For any thread."""
+        self._post(self._keep, ended)
+
     def _end(self, ended: Ended) -> None:
+        self._keep(ended)
+        self._report(ended)
+
+    def _report(self, ended: Ended) -> None:
         with self._lock:
             self._ended.append(ended)
+
+    def _keep(self, ended: Ended) -> None:
+        self._ends.pop(ended.transfer, None)
+        self._ends[ended.transfer] = ended
+        if len(self._ends) > KEPT_ENDS:
+            self._ends.popitem(last=False)
+        news, self._news = self._news, asyncio.Event()
+        news.set()
 
     def _post(self, call: Callable[..., object], *arguments: object) -> None:
         self._loop.call_soon_threadsafe(call, *arguments)
 
-    def _wait(self, work: Coroutine[Any, Any, Any], limit_s: float) -> Any:
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+    def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Have something done in the links' loop. For any thread."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def run(self, work: Coroutine[Any, Any, T], limit_s: float) -> T:
+        """Have something done in the links' loop, and wait for it. Raises DeadlineExceeded after `limit_s` seconds."""
+        future = self.start(work)
         try:
             return future.result(limit_s)
         except TimeoutError as error:
@@ -115,12 +188,15 @@ class Bridge(abc.ABC):
 class ReceivingEnd(Bridge):
     """The decode side of an engine's rank. Every method is for any thread."""
 
+    role = "decode"
+
     def __init__(
         self, name: str, key: bytes, memory: Borrowed, config: TransferConfig, *, port: int = 0, judge: Judge = check
     ) -> None:  # fmt: skip
         """Listen on the control plane at `port`. Raises ConfigError, and OSError where the port is taken."""
         super().__init__(name, key, config)
-        self._lent = tuple(LentPages() for _ in memory.layout.groups)
+        self._groups = memory.layout.groups
+        self._lent = tuple(LentPages() for _ in self._groups)
         self._quiet: dict[str, Ended] = {}
         """Failed transfers whose pages something may still touch."""
 
@@ -129,7 +205,7 @@ class ReceivingEnd(Bridge):
             links.on_release = self._released
             return links, await links.start(config.control or config.host, port)
 
-        self.links, self.address = self._start(start())
+        self.links, self.address = self._begin(start())
 
     def expect(
         self, transfer: str, peers: Sequence[str], tokens: int, tables: Sequence[tuple[Sequence[int], int]], *, first: int = 0
@@ -138,7 +214,7 @@ class ReceivingEnd(Bridge):
 
         def begin() -> None:
             if any(transfer in lent for lent in self._lent):
-                self._end(Ended(transfer, f"transfer {transfer!r} is expected already"))
+                self._report(Ended(transfer, f"transfer {transfer!r} is expected already"))
                 return
             for lent, (pages, _) in zip(self._lent, tables, strict=True):
                 lent.lend(transfer, pages)
@@ -149,8 +225,10 @@ class ReceivingEnd(Bridge):
             except RegaugeError as error:
                 for lent in self._lent:
                     lent.release(transfer)
+                self._ledger.failed(error)
                 self._end(Ended(transfer, str(error)))
                 return
+            self._ledger.watch(arrival)
             arrival.add_done_callback(lambda a: self._over(transfer, a))
 
         self._post(begin)
@@ -163,7 +241,7 @@ class ReceivingEnd(Bridge):
         error = arrival.exception()
         if error is None:
             a = arrival.result()
-            self._end(Ended(transfer, "", a.handover, a.path, a.wire_bytes, a.seconds))
+            self._end(Ended(transfer, "", a.handover, a.path, a.mode, a.wire_bytes, a.seconds))
             return
         self._quiet[transfer] = Ended(transfer, str(error) or type(error).__name__)
         self._released()
@@ -171,6 +249,16 @@ class ReceivingEnd(Bridge):
     def _released(self) -> None:
         for transfer in [t for t in self._quiet if all(t not in lent for lent in self._lent)]:
             self._end(self._quiet.pop(transfer))
+
+    def _under_way(self) -> tuple[list[TransferState], list[LinkState]]:
+        self._ledger.read(self.links)
+        return self.links.transfers(), self.links.links()
+
+    def _pools(self) -> list[PoolState]:
+        return lent_states(self._groups, self._lent)
+
+    def _nics(self) -> list[NicState]:
+        return self.links.flow()
 
     async def _close(self) -> None:
         await self.links.close()
@@ -187,6 +275,8 @@ class _Sending:
 class SendingEnd(Bridge):
     """The prefill side of an engine's rank. Every method is for any thread."""
 
+    role = "prefill"
+
     def __init__(
         self, name: str, key: bytes, memory: Borrowed, config: TransferConfig, *, judge: Judge = check
     ) -> None:
@@ -198,14 +288,14 @@ class SendingEnd(Bridge):
         async def start() -> OutboundLinks:
             return OutboundLinks(name, key, memory, self._rails, config, judge)
 
-        self.links: OutboundLinks = self._start(start())
+        self.links: OutboundLinks = self._begin(start())
 
     def offer(self, transfer: str, peers: Mapping[str, Address], tokens: int) -> None:
         """Announce a transfer to the decode ranks that it concerns; the engine need not wait for their answer."""
 
         def begin() -> None:
             if transfer in self._sending:
-                self._end(Ended(transfer, f"transfer {transfer!r} is under way already"))
+                self._report(Ended(transfer, f"transfer {transfer!r} is under way already"))
                 return
             self._sending[transfer] = _Sending()
             task = self._loop.create_task(self._send(transfer, peers, tokens))
@@ -254,19 +344,24 @@ class SendingEnd(Bridge):
             out = await self.links.start(transfer, peers, nowhere, tokens, sending.quiet.set)
         except RegaugeError as error:
             del self._sending[transfer]
+            self._ledger.failed(error)
             self._end(Ended(transfer, str(error)))
             return
+        self._ledger.watch(out.finished)
         sending.out = out
         for word in sending.early:
             _say(out, word)
         try:
             done = await out.done()
-            ended = Ended(transfer, "", b"", out.path, done.wire_bytes, done.seconds)
+            ended = Ended(transfer, "", b"", out.path, out.mode, done.wire_bytes, done.seconds)
         except RegaugeError as error:
-            ended = Ended(transfer, str(error))
+            ended = Ended(transfer, str(error), b"", out.path, out.mode)
         await sending.quiet.wait()
         del self._sending[transfer]
         self._end(ended)
+
+    def _under_way(self) -> tuple[list[TransferState], list[LinkState]]:
+        return self.links.transfers(), self.links.links()
 
     async def _close(self) -> None:
         await self.links.close()

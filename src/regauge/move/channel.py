@@ -23,6 +23,8 @@ from regauge.move.tls import Tls
 
 log = structlog.get_logger()
 PURPOSE = "regauge-control"
+REFUSAL = "the peer refuses the pair: "
+"""Begins what `Channel.hello` raises where the other side has judged."""
 HELLO_S = 10.0
 """Most seconds for either side to authenticate and introduce itself."""
 _BACKLOG = 128
@@ -133,7 +135,7 @@ class Channel:
         except TimeoutError as error:
             raise DeadlineExceeded(f"the peer did not introduce itself within {HELLO_S:g} s") from error
         if isinstance(message, m.Refuse):
-            raise ProtocolError("the peer refuses the pair: " + "; ".join(message.reasons))
+            raise ProtocolError(REFUSAL + "; ".join(message.reasons))
         if not isinstance(message, m.Hello):
             raise ProtocolError(f"expected Hello, the peer sent {type(message).__name__}")
         if message.version != m.VERSION:

@@ -11,7 +11,6 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 
 import numpy as np
 import structlog
@@ -34,6 +33,7 @@ from regauge.move.crossing import Checker, Crossing, PageTable
 from regauge.move.flow import ReceiverFlow
 from regauge.move.flow_types import LinkState as NicState
 from regauge.move.flow_types import NicLimits
+from regauge.move.incoming import Arrival, Incoming, Refusals
 from regauge.move.lending import Lending
 from regauge.move.links import InLink
 from regauge.move.memory import Slab
@@ -44,7 +44,6 @@ from regauge.move.rails import Rails
 from regauge.move.receiver import Receiver
 from regauge.move.state import LinkState
 from regauge.plan import Judge, Plan, check
-from regauge.plan.cost import Mode
 from regauge.plan.ranks import lacking, leg
 
 log = structlog.get_logger()
@@ -57,27 +56,6 @@ MIN_SLOT = 1 << 20
 MAX_SLOTS = 4
 MAX_GREETING = 32
 """Connections that may authenticate at once; a prefill worker whose connection is dropped tries again."""
-
-
-@dataclass(eq=False)
-class _Incoming:
-    tables: tuple[PageTable, ...]
-    future: asyncio.Future[Arrival]
-    peers: tuple[str, ...]
-    tokens: int
-    covered: bool = False
-    """Its legs are known to bring everything that this rank keeps."""
-
-
-@dataclass(frozen=True)
-class Arrival:
-    """A transfer that is complete: its pages are committed."""
-
-    handover: bytes
-    path: str
-    mode: Mode
-    wire_bytes: int
-    seconds: float
 
 
 class InboundLinks:
@@ -111,7 +89,8 @@ class InboundLinks:
         """Of links whose control connection has ended."""
         self._settled = asyncio.Condition()
         """Notified when a link has ended and been fenced."""
-        self._incoming: dict[str, _Incoming] = {}
+        self._incoming: dict[str, Incoming] = {}
+        self._refusals = Refusals()
         self._tasks: set[asyncio.Task[None]] = set()
         self._door: Door | None = None
         self._greeting: set[asyncio.Task[None]] = set()
@@ -159,7 +138,7 @@ class InboundLinks:
         due = None if due_s is None else now + due_s
         actions = self.receiver.expect(transfer, peers, tokens, tables, now, first=first, tenant=tenant, due=due)
         own = tuple(PageTable(np.array(t.pages, np.int64), t.origin) for t in tables)
-        self._incoming[transfer] = _Incoming(own, future, tuple(peers), tokens)
+        self._incoming[transfer] = Incoming(own, future, tuple(peers), tokens)
         self._run(actions)
         self._cover(transfer)
         return future
@@ -186,9 +165,14 @@ class InboundLinks:
         return [] if self.receiver.flow is None else self.receiver.flow.links()
 
     def _cover(self, transfer: str) -> None:
-        """Give a transfer up whose peers together do not send what this rank keeps, as soon as all their links stand."""
+        """Give a transfer up that waits for a refused peer, or whose peers do not send what this rank keeps, once all their links stand."""
         incoming = self._incoming.get(transfer)
-        if incoming is None or incoming.covered or not all(peer in self._links for peer in incoming.peers):
+        if incoming is None:
+            return
+        if refused := self._refusals.reason(incoming.peers, time.monotonic()):
+            self.cancel(transfer, refused)
+            return
+        if incoming.covered or not all(peer in self._links for peer in incoming.peers):
             return
         incoming.covered = True
         gone = lacking(self._memory.layout, [self._links[peer].checker.crossing.plan for peer in incoming.peers])
@@ -308,6 +292,15 @@ class InboundLinks:
     async def _greet(self, channel: Channel) -> InLink:
         hello = await channel.hello()
         try:
+            return await self._judged(channel, hello)
+        except (LayoutError, PlanError, Refused) as error:
+            self._refusals.add(hello.worker, str(error), time.monotonic())
+            for transfer in list(self._incoming):
+                self._cover(transfer)
+            raise
+
+    async def _judged(self, channel: Channel, hello: m.Hello) -> InLink:
+        try:
             if hello.role != "prefill":
                 raise ProtocolError(f"{hello.worker} is a {hello.role} worker; only prefill workers connect here")
             await self._supersede(hello.worker)
@@ -316,6 +309,7 @@ class InboundLinks:
             if verdict.path == "REFUSED":
                 raise Refused(tuple(str(r) for r in verdict.refusals))
             plan = await asyncio.to_thread(leg, layout, self._memory.layout)
+            self._refusals.lift(hello.worker)  # before it knows: what it then offers is expected
         except (ProtocolError, LayoutError, PlanError, Refused) as error:
             channel.send(m.Refuse([str(error)[:4_000]]))
             raise

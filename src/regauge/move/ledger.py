@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 
-from regauge.move.inbound import Arrival, InboundLinks
+from regauge.move.inbound import InboundLinks
+from regauge.move.incoming import Arrival
 from regauge.move.protocol import Delivered
 from regauge.move.reasons import reason_class
 from regauge.move.state import Totals

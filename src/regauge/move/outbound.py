@@ -255,6 +255,10 @@ class OutboundLinks:
             connect = partial(self._rails.connect, hello.exports, FENCE_S, peer=peer)
             data = await in_thread(connect, Connections.close)
             return await in_thread(partial(self._prepare, hello, channel, data, plan), self._drop)
+        except Refused as error:  # decode must not wait for what this side will not offer
+            channel.send(m.Refuse([str(error)[:4_000]]))
+            channel.close()
+            raise
         except BaseException:  # closed whatever broke, also when cancelled
             channel.close()
             raise

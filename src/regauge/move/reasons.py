@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 
-from regauge.errors import AuthError, Refused, TransferFailed, TransportError
+from regauge.errors import AuthError, ProtocolError, Refused, TransferFailed, TransportError
+from regauge.move.channel import REFUSAL
 from regauge.observe import OTHER
 
 _CLASSES = (
     ("flow", r"^flow control does not take it: "),
     ("link", r"^(lost (the link|prefill worker)|no new link from |the link to .* was closed)"),
-    ("refused", r"^no new link to |together do not send "),
+    ("refused", r"^no new link to |^no link from |together do not send "),
     ("restarted", r"has been restarted$"),
     ("corrupted", r"arrived corrupted twice$"),
     ("lease", r"^no sign of life from "),
@@ -29,6 +30,8 @@ def reason_class(error: BaseException) -> str:
         return "refused"
     if isinstance(error, TransportError):
         return "link"
+    if isinstance(error, ProtocolError) and str(error).startswith(REFUSAL):
+        return "refused"
     if isinstance(error, TransferFailed):
         text = str(error)
         return next((name for name, pattern in _CLASSES if re.search(pattern, text)), OTHER)

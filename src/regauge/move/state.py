@@ -7,16 +7,28 @@ Everything here belongs to the worker's event loop.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from regauge.config import Role
+from regauge.errors import ProtocolError
+from regauge.move.flow_types import LinkState as NicState
+from regauge.move.protocol import TransferState
+
 if TYPE_CHECKING:  # whoever only shows these figures needs no transfer layer
-    from regauge.move.pages import PagePool
+    from regauge.layout.spec import Group
+    from regauge.move.pages import LentPages, PagePool
     from regauge.move.rails import Rails
 
 SHOWN_DIGITS = 8
 """Of a session's name: enough to find it in a log, too few to name it to a transport."""
+SHOWN: Final = 100
+"""Things of each kind that are shown unless the query's `limit` says otherwise."""
+MAX_SHOWN: Final = 1_000
+MAX_LEGS: Final = 64
+MAX_REASON: Final = 500
+"""Characters of a reason; longer ones are cut."""
 
 
 class LinkState(msgspec.Struct, frozen=True):
@@ -48,7 +60,8 @@ class PoolState(msgspec.Struct, frozen=True):
 
     pages: int
     page_size: int
-    free: int
+    free: int | None
+    """None: the engine allocates by itself, and whatever no transfer has is the engine's."""
     leased: int
     committed: int
     quarantined: int
@@ -78,6 +91,33 @@ class Totals(msgspec.Struct, frozen=True):
     """Legs that went on over a new link; counted on the decode side."""
 
 
+class Hidden(msgspec.Struct, frozen=True):
+    """How many things of each kind are there and not shown, since an answer is bounded."""
+
+    transfers: int = 0
+    links: int = 0
+    sessions: int = 0
+
+
+class WorkerState(msgspec.Struct, frozen=True):
+    """One worker."""
+
+    name: str
+    role: Role
+    pid: int
+    clock_s: float
+    """`time.monotonic()` of the worker: rates are differences of two answers by this clock."""
+    transfers: list[TransferState]
+    links: list[LinkState]
+    pools: list[PoolState]
+    sessions: list[SessionState]
+    """Incoming data connections."""
+    totals: Totals
+    nics: list[NicState] = []
+    """Of the decode side: what flow control knows of each NIC (line rate: `transfer.flow.nic_bytes_per_s`)."""
+    hidden: Hidden = Hidden()
+
+
 def pool_states(pools: Iterable[PagePool]) -> list[PoolState]:
     """Count the pages of each pool by state."""
     return [
@@ -86,6 +126,35 @@ def pool_states(pools: Iterable[PagePool]) -> list[PoolState]:
     ]
 
 
+def lent_states(groups: Iterable[Group], lent: Iterable[LentPages]) -> list[PoolState]:
+    """Count the pages that an engine has lent, of each group."""
+    return [
+        PoolState(g.pages, g.page_size, None, p.count("leased"), p.count("committed"), p.count("quarantined"))
+        for g, p in zip(groups, lent, strict=True)
+    ]
+
+
 def session_states(rails: Rails) -> list[SessionState]:
     """Describe the live incoming data connections."""
     return [SessionState(x.peer, x.session[:SHOWN_DIGITS], x.nbytes) for x in rails.inbound()]
+
+
+def bounded(state: WorkerState, limit: int) -> WorkerState:
+    """Return the `limit` newest transfers, links and data connections of a worker, and of reasons and legs what can be read."""
+    transfers = sorted(state.transfers, key=lambda t: t.age_s)[:limit]
+    links = sorted(state.links, key=lambda link: link.up_s)[:limit]
+    sessions = state.sessions[-limit:]
+    hidden = Hidden(
+        len(state.transfers) - len(transfers), len(state.links) - len(links), len(state.sessions) - len(sessions)
+    )
+    short = [msgspec.structs.replace(t, reason=t.reason[:MAX_REASON], legs=t.legs[:MAX_LEGS]) for t in transfers]
+    return msgspec.structs.replace(state, transfers=short, links=links, sessions=sessions, hidden=hidden)
+
+
+def shown(limit: str | None) -> int:
+    """Read the query's `limit`. Raises ProtocolError unless it is a whole number from 1 to MAX_SHOWN."""
+    if limit is None:
+        return SHOWN
+    if not (limit.isascii() and limit.isdigit() and len(limit) <= len(str(MAX_SHOWN)) and 1 <= int(limit) <= MAX_SHOWN):
+        raise ProtocolError(f"limit must be a whole number from 1 to {MAX_SHOWN}")
+    return int(limit)

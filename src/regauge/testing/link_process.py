@@ -30,7 +30,8 @@ from regauge.layout.presets import attention_model, from_short
 from regauge.layout.spec import Array
 from regauge.move.bound import Memory, bind, slab_bytes
 from regauge.move.crossing import PageTable, Posted
-from regauge.move.inbound import Arrival, InboundLinks
+from regauge.move.inbound import InboundLinks
+from regauge.move.incoming import Arrival
 from regauge.move.memory import Slab
 from regauge.move.outbound import OutboundLinks
 from regauge.move.pages import PagePool

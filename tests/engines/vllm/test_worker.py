@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from regauge.config import TransferConfig
-from regauge.engines.bridge import ReceivingEnd, SendingEnd
+from regauge.engines.bridge import Ended, ReceivingEnd, SendingEnd
 from regauge.engines.local.kv import allocate
 from regauge.engines.vllm.schedule import Blocks, Computed, Drop, Expect, Fail, Finish, Offer, ReceiveParams, SendParams
 from regauge.engines.vllm.worker import Rank
@@ -84,7 +84,7 @@ def until(rank: Rank, done: Callable[[set[str], set[str], set[str]], bool]) -> N
         failed |= results.failed
         end = rank.out or rank.into
         assert end is not None
-        end._wait(asyncio.sleep(0), 5)
+        end.run(asyncio.sleep(0), 5)
 
 
 def test_a_name_that_is_taken_fails_the_second_request_and_spares_the_first(ranks: Ranks) -> None:
@@ -115,3 +115,17 @@ def test_a_dropped_request_is_reported_once_its_blocks_are_free(ranks: Ranks) ->
     until(ranks.prefill, lambda sent, *_: sent == {"q"})
     ranks.prefill.obey([Offer("p", SendParams("v", ranks.to), 40), Drop("p", "preempted", report=False)])
     assert ranks.prefill.results().sent == set()
+
+
+def test_what_never_reached_the_links_can_be_asked_for_like_the_rest(ranks: Ranks) -> None:
+    """A rank that has nothing to send, or that nobody sends to: whoever waits for the transfer's end is told."""
+    for rank in (ranks.prefill, ranks.decode):
+        rank._concerns = lambda *_, **__: False
+    ranks.prefill.obey([Offer("q", SendParams("t", ranks.to), 40)])
+    out, into = ranks.prefill.out, ranks.decode.into
+    assert out is not None
+    assert into is not None
+    assert out.run(out.end_of("t", 5), 10) == Ended("t")
+    ranks.expect("r", THEIRS)
+    assert into.run(into.end_of("t", 5), 10) == Ended("t", "none of p.0 holds what this rank keeps")
+    until(ranks.decode, lambda _, received, failed: received == failed == {"r"})

@@ -9,6 +9,7 @@ Thin: it turns vLLM's calls (0.32, `distributed/kv_transfer/kv_connector/v1/base
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -27,6 +28,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.request import RequestStatus
 
 from regauge.engines.bridge import ReceivingEnd, SendingEnd
+from regauge.engines.status import StatusDoor
 from regauge.engines.vllm import cache, settings
 from regauge.engines.vllm.schedule import PARAMS, BlockIds, Command, Schedule, Step
 from regauge.engines.vllm.worker import Rank
@@ -38,6 +40,7 @@ from regauge.move.bound import Borrowed
 
 log = structlog.get_logger()
 
+ENGINE = "vllm"
 SUPPORTED = ("0.32.",)
 """Versions whose hooks were read and run."""
 
@@ -140,18 +143,29 @@ class RegaugeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         names = [own for own, _ in groups]
         cache.verify(layout, names, kv_caches, cache.write_through(layers, kv_caches))
         self._tensors = kv_caches  # their memory must outlive the links
-        own, name, key = Borrowed(layout), f"{self._settings.name}.{rank}", self._settings.key()
-        config = self._settings.transfer
-        port = self._settings.port + rank if self._settings.port else 0
-        self._rank = Rank(
-            layout,
-            self._family,
-            out=SendingEnd(name, key, own, config) if self._sends else None,
-            into=ReceivingEnd(name, key, own, config, port=port) if self._receives else None,
-        )
+        name = f"{self._settings.name}.{rank}"
+        self._rank = self._open(layout, name, rank)
         log.info(
             "kv cache verified", rank=name, layout=layout.digest()[:16], groups=len(groups), blocks=self._kv.num_blocks
         )
+
+    def _open(self, layout: Layout, name: str, rank: int) -> Rank:
+        own, key, config = Borrowed(layout), self._settings.key(), self._settings.transfer
+        port, status_port = self._settings.ports(rank)
+        with ExitStack() as undo:
+            out = SendingEnd(name, key, own, config) if self._sends else None
+            if out is not None:
+                undo.callback(out.close)
+            into = ReceivingEnd(name, key, own, config, port=port) if self._receives else None
+            if into is not None:
+                undo.callback(into.close)
+            ends = [end for end in (out, into) if end is not None]
+            door = None
+            if status_port:
+                door = StatusDoor(ends, layout, key, config, engine=ENGINE, port=status_port)
+                log.info("status", rank=name, address=door.address)
+            undo.pop_all()
+        return Rank(layout, self._family, out=out, into=into, door=door)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Carry out the step's commands, ahead of its forward pass."""

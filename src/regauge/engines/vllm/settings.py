@@ -22,6 +22,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """As in regauge's configuration file; `key_file` must be given."""
     port: Annotated[int, msgspec.Meta(ge=0, le=65_535)] = 0
     """Decode: control port of rank 0, rank r listens at `port` + r."""
+    status_port: Annotated[int, msgspec.Meta(ge=0, le=65_535)] = 0
+    """Where rank 0 tells about its transfers (`engines/status.py`), rank r at `status_port` + r; 0: nowhere."""
     pool: str = ""
     """How the cache lies, as the preset calls it; empty: as the backend is known to have it. What is said here is verified like the rest."""
     model: str = ""
@@ -33,6 +35,15 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if not path:
             raise ConfigError("kv_connector_extra_config.transfer.key_file: give the file with the pre-shared key")
         return load_key(Path(path))
+
+    def ports(self, rank: int) -> tuple[int, int]:
+        """Return a rank's control and status port, 0 for one that is not given. Raises ConfigError for one that cannot be."""
+        for name, first in (("port", self.port), ("status_port", self.status_port)):
+            if first and first + rank > 65_535:
+                raise ConfigError(
+                    f"kv_connector_extra_config.{name}: {first} leaves no port for rank {rank}; choose a lower one"
+                )
+        return self.port and self.port + rank, self.status_port and self.status_port + rank
 
 
 def read(given: Mapping[str, Any]) -> Settings:

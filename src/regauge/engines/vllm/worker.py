@@ -13,6 +13,7 @@ import structlog
 
 from regauge.engines.bridge import Ended, ReceivingEnd, SendingEnd
 from regauge.engines.handover import Handover, encode
+from regauge.engines.status import StatusDoor
 from regauge.engines.vllm.schedule import BlockIds, Blocks, Command, Computed, Drop, Expect, Fail, Finish, Offer
 from regauge.errors import PlanError, ProtocolError, RegaugeError
 from regauge.layout.spec import Layout
@@ -48,9 +49,12 @@ class Rank:
     """The transfers of one rank."""
 
     def __init__(
-        self, layout: Layout, family: Family, *, out: SendingEnd | None, into: ReceivingEnd | None
+        self, layout: Layout, family: Family, *, out: SendingEnd | None, into: ReceivingEnd | None,
+        door: StatusDoor | None = None,
     ) -> None:  # fmt: skip
+        """Takes over what it is given: `close` ends it."""
         self.out, self.into = out, into
+        self._door = door
         self._layout = layout
         self._layers = sorted({layer for group in layout.groups for layer in group.layer_ids})
         self._sending: dict[str, _Out] = {}
@@ -159,6 +163,8 @@ class Rank:
 
     def close(self) -> None:
         """End the links."""
+        if self._door is not None:
+            self._door.close()
         for end in (self.out, self.into):
             if end is not None:
                 end.close()
@@ -183,9 +189,11 @@ class Rank:
             }
         except RegaugeError as error:
             sending.done = Ended(params.transfer, str(error))
+            self.out.note(sending.done)
             return
         if not to:
             sending.done = Ended(params.transfer)  # other ranks hold what decode needs
+            self.out.note(sending.done)
             return
         self.out.offer(params.transfer, to, command.tokens)
 
@@ -208,10 +216,11 @@ class Rank:
 
     def _expect(self, command: Expect) -> None:
         params = command.params
+        taken = any(transfer == params.transfer for transfer, _ in self._receiving.values())
         try:
             if self.into is None:
                 raise PlanError("this engine does not decode for others")
-            if any(transfer == params.transfer for transfer, _ in self._receiving.values()):
+            if taken:
                 raise ProtocolError(f"transfer {params.transfer!r} is expected already")
             size = len(params.from_)
             peers = [name for i, name in enumerate(params.from_) if self._concerns(size, i, sends=False)]
@@ -220,6 +229,8 @@ class Rank:
         except RegaugeError as error:
             if command.report:
                 self._failed.append((command.request, str(error)))
+            if self.into is not None and not taken:
+                self.into.note(Ended(params.transfer, str(error)))
             return
         self._receiving[command.request] = (params.transfer, command.report)
         self.into.expect(params.transfer, peers, command.tokens, _tables(command.blocks), first=command.first)
