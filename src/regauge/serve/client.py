@@ -56,7 +56,7 @@ class WorkerClient(Connection):
         async with self.call("DELETE", f"{wire.REQUESTS_PATH}/{request_id}", deadline) as answer:
             return (await self.read(answer, wire.Aborted, deadline)).found
 
-    async def debug(self, limit: int, deadline: float) -> WorkerState:
+    async def debug(self, limit: int, deadline: float | None) -> WorkerState:
         """As `Connection.debug`."""
         async with self.call("GET", f"{wire.DEBUG_PATH}?limit={limit}", deadline) as answer:
             return await self.read(answer, WorkerState, deadline)

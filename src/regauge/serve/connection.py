@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import abc
 import asyncio
+import ssl
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Mapping
 from contextlib import asynccontextmanager, suppress
 from typing import Final, TypeVar
@@ -18,6 +19,7 @@ import msgspec
 
 from regauge.config import Role
 from regauge.errors import ProtocolError, RegaugeError
+from regauge.layout.spec import Layout
 from regauge.serve import wire
 from regauge.serve.debug import WorkerState
 
@@ -113,8 +115,12 @@ class Connection(abc.ABC):
         """End a request and free its pages; return whether the worker had it. Raises WorkerLost, RequestTimeout."""
 
     @abc.abstractmethod
-    async def debug(self, limit: int, deadline: float) -> WorkerState:
+    async def debug(self, limit: int, deadline: float | None) -> WorkerState:
         """Ask how transfers, links and pools stand. Raises WorkerError, WorkerLost, RequestTimeout, ProtocolError."""
+
+    async def layout(self) -> Layout | None:
+        """Return how its KV cache lies, if it tells. Raises as `debug`, and LayoutError."""
+        return None
 
     @abc.abstractmethod
     async def refusal(self, answer: aiohttp.ClientResponse, deadline: float | None) -> None:
@@ -142,6 +148,7 @@ class Connection(abc.ABC):
         deadline: float | None,
         body: bytes | None = None,
         headers: Mapping[str, str] | None = None,
+        secure: ssl.SSLContext | None = None,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """Send a request and yield its answer; `path` may be a whole URL instead. A deadline of None: not even `give_up` ends it."""
         if self._session is None:
@@ -156,7 +163,8 @@ class Connection(abc.ABC):
             **(headers or {}),
         }
         url = self._base + path if path.startswith("/") else path
-        request = self._session.request(method, url, data=body, headers=sent, allow_redirects=False)
+        trust = True if secure is None else secure
+        request = self._session.request(method, url, data=body, headers=sent, allow_redirects=False, ssl=trust)
         answer = await self.within(request, deadline)
         try:
             yield answer

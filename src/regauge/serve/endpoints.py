@@ -32,6 +32,7 @@ from regauge.serve.openai import (
     parse_chat,
     parse_completion,
 )
+from regauge.serve.pairing import Pairing
 from regauge.serve.relay import UNAVAILABLE, Choice, Job
 from regauge.serve.replies import Writer
 from regauge.serve.text import TemplateError, Tokenizer
@@ -55,7 +56,7 @@ class Gateway:
         metrics: Metrics,
         *,
         model: str,
-        verdict: wire.VerdictInfo,
+        pairing: Pairing,
     ) -> None:
         self.house = House(config.limits.max_queue, metrics)
         self._limits = config.limits
@@ -63,7 +64,7 @@ class Gateway:
         self._workers = workers
         self._metrics = metrics
         self._model = model
-        self._verdict = verdict
+        self._pairing = pairing
         self._created = int(time.time())
         own = tokenizer.max_context
         engines = min(config.prefill.max_context, config.decode.max_context)
@@ -89,6 +90,7 @@ class Gateway:
         both = self._workers.both()
         await asyncio.gather(*(worker.poll() for worker in both))
         watches = [asyncio.create_task(worker.watch()) for worker in both]
+        watches.append(asyncio.create_task(self._pairing.learn()))
         for watch in watches:
             watch.add_done_callback(_watch_ended)
         try:
@@ -137,7 +139,7 @@ class Gateway:
             }
             for worker in self._workers.both()
         ]
-        ready = not self.house.draining and self._workers.fault() is None
+        ready = not (self.house.draining or self._pairing.refused or self._workers.fault())
         status = "ready" if all(worker.usable for worker in self._workers.both()) else "degraded"
         return _json({"status": status if ready else "unavailable", "workers": workers}, 200 if ready else 503)
 
@@ -148,7 +150,7 @@ class Gateway:
 
     async def version(self, _: Request) -> Response:
         """`GET /version`."""
-        pair = {"path": self._verdict.path, "text": self._verdict.text}
+        pair = {"path": self._pairing.verdict.path, "text": self._pairing.verdict.text}
         return _json({"version": __version__, "model": self._model, "verdict": pair})
 
     async def debug(self, request: Request) -> Response:
@@ -162,7 +164,7 @@ class Gateway:
         except ProtocolError as error:
             raise bad("limit", str(error)) from error
         views = await asyncio.gather(*(view(worker, count) for worker in self._workers.both()))
-        pair = self._verdict.path
+        pair = self._pairing.verdict.path
         overview = Overview(__version__, self._model, pair, self.house.choices, time.time(), list(views))
         return Response(msgspec.json.encode(overview), media_type=JSON)
 
@@ -210,6 +212,9 @@ class Gateway:
         budgets = [self._budget(ids, ask, index) for index, ids in enumerate(prompts)]
         if (missing := self._workers.fault()) is not None:
             raise _fault(missing)
+        if self._pairing.refused:
+            message = f"the pair of engines is refused: {self._pairing.verdict.text}"
+            raise ApiError(503, message, type=SERVER_ERROR, code="pair_refused")
         request_id: str = request.state.request_id
         salt = secrets.token_hex(4)  # a client may send the same X-Request-Id twice
         choices = [
@@ -242,7 +247,7 @@ class Gateway:
             id=f"{'chatcmpl' if ask.chat else 'cmpl'}-{secrets.token_hex(12)}",
             created=int(time.time()),
             model=self._model,
-            fingerprint=f"regauge-{self._verdict.path}",
+            fingerprint=f"regauge-{self._pairing.verdict.path}",
             chat=ask.chat,
             usage_chunk=ask.include_usage,
             logprobs=ask.sampling.logprobs is not None,
@@ -255,7 +260,7 @@ class Gateway:
             writer,
             self.house,
             stream=ask.stream,
-            path=self._verdict.path,
+            path=self._pairing.verdict.path,
             limit_s=self._limits.request_timeout_s + SLOW_READER_S,
         )
 
@@ -303,7 +308,7 @@ def _pieces(ask: Ask) -> Iterable[str | list[int]]:
 
 def _watch_ended(watch: asyncio.Task[None]) -> None:
     if not watch.cancelled() and (error := watch.exception()) is not None:
-        get_logger().error("a health loop broke; the worker's state is no longer known", exc_info=error)
+        get_logger().error("a watch over the workers broke; their state is no longer known", exc_info=error)
 
 
 def _fault(worker: Worker) -> ApiError:

@@ -21,6 +21,7 @@ import asyncio
 import errno
 import socket
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
@@ -35,11 +36,15 @@ from starlette.responses import Response
 from regauge import __version__, observe
 from regauge.config import ServeConfig
 from regauge.errors import ConfigError
+from regauge.layout import files
+from regauge.layout.spec import Layout
+from regauge.move.tls import from_config
 from regauge.observe import Metrics, setup_logging
 from regauge.serve import wire
 from regauge.serve.answer import Envelope, House, error_response
 from regauge.serve.endpoints import Gateway
 from regauge.serve.openai import SERVER_ERROR, ApiError
+from regauge.serve.pairing import Pairing
 from regauge.serve.text import Tokenizer
 from regauge.serve.workers import Workers
 
@@ -59,9 +64,11 @@ def build_app(
     *,
     model: str,
     verdict: wire.VerdictInfo,
+    layouts: Mapping[str, Layout] | None = None,
 ) -> Starlette:
     """Return the gateway as an ASGI app; `app.state.house` is its `House`."""
-    gateway = Gateway(config, tokenizer, workers, metrics, model=model, verdict=verdict)
+    pairing = Pairing(workers, verdict, layouts)
+    gateway = Gateway(config, tokenizer, workers, metrics, model=model, pairing=pairing)
     app = Starlette(
         routes=gateway.routes(),
         middleware=[Middleware(Envelope, metrics=metrics)],
@@ -113,15 +120,25 @@ def run_gateway(spec: wire.GatewaySpec) -> None:
     setup_logging("info", spec.log_json, "gateway")
     metrics = Metrics.create(__version__)
     config = spec.config
+    tls = from_config(config.transfer.tls) if spec.key else None
+    layouts = {name: files.decode(data, format="json") for name, data in spec.layouts.items()}
 
     async def run() -> None:
         app = build_app(
             config,
             Tokenizer.load(Path(spec.model_folder)),
-            Workers.connect(spec.workers, spec.token, metrics, model=spec.model_name),
+            Workers.connect(
+                spec.workers,
+                spec.token,
+                metrics,
+                model=spec.model_name,
+                key=bytes.fromhex(spec.key),
+                tls=tls.client if tls else None,
+            ),
             metrics,
             model=spec.model_name,
             verdict=spec.verdict,
+            layouts=layouts,
         )
         await serve(app, config.host, config.port)
 

@@ -25,10 +25,9 @@ from regauge.layout import files
 from regauge.layout.spec import Layout
 from regauge.plan import Verdict
 from regauge.serve import wire
+from regauge.serve.pairing import UNKNOWN
 
 GATEWAY, PREFILL, DECODE = "gateway", "prefill-0", "decode-0"
-UNKNOWN: Final = "UNKNOWN"
-"""Path of a pair whose layouts are not known before its engines run."""
 CONNECTOR: Final = "regauge.engines.vllm.connector"
 _SERVER: Final = "vllm.entrypoints.openai.api_server"
 _DEFAULTS: Final = {
@@ -81,7 +80,7 @@ def commands(deployment: Deployment, folder: Path, *, log_json: bool = False) ->
     for (name, role, layout), port in zip(roles, ports, strict=True):
         engine = _engine(d.config, role)
         if engine.vllm is not None and engine.vllm.server is not None:
-            address = _elsewhere(role, engine.vllm.server, engine.vllm.ranks)
+            address = _elsewhere(role, engine.vllm.server, engine.vllm.ranks, secure=d.config.transfer.tls is not None)
         elif engine.vllm is not None:
             address, command = _vllm(d, name, role, engine, token, key_file, port)
             started.append(command)
@@ -166,7 +165,9 @@ def _vllm(
     environment = {**_DEFAULTS, "OMP_NUM_THREADS": str(threads), **os.environ, "VLLM_API_KEY": token}
     ranks = [
         wire.RankAddress(
-            f"{name}.{i}", (d.control, base + i) if role == "decode" else None, _url(d.control, base + given.ranks + i)
+            f"{name}.{i}",
+            (d.control, base + i) if role == "decode" else None,
+            _url(d.control, base + given.ranks + i, secure=d.config.transfer.tls is not None),
         )
         for i in range(given.ranks)
     ]
@@ -174,7 +175,7 @@ def _vllm(
     return wire.WorkerAddress(name, role, url, ranks, "vllm"), Command(name, tuple(arguments), environment)
 
 
-def _elsewhere(role: Role, server: ServerConfig, count: int) -> wire.WorkerAddress:
+def _elsewhere(role: Role, server: ServerConfig, count: int, *, secure: bool) -> wire.WorkerAddress:
     if role == "decode" and not server.control:
         raise ConfigError(
             "decode.vllm.server.control: give the address at which its rank 0 takes control connections, as 10.0.0.2:9100"
@@ -184,7 +185,7 @@ def _elsewhere(role: Role, server: ServerConfig, count: int) -> wire.WorkerAddre
     ranks = [
         wire.RankAddress(
             f"{server.name}.{i}", (control[0], control[1] + i) if control else None,
-            _url(status[0], status[1] + i) if status else "",
+            _url(status[0], status[1] + i, secure=secure) if status else "",
         )
         for i in range(count)
     ]  # fmt: skip
@@ -204,8 +205,9 @@ def _host_port(setting: str, text: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def _url(host: str, port: int) -> str:
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+def _url(host: str, port: int, *, secure: bool = False) -> str:
+    scheme = "https" if secure else "http"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def free_ports(*hosts: str) -> list[int]:

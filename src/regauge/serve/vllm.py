@@ -7,23 +7,33 @@ the request again, without a transfer. What became of a transfer vLLM cannot say
 
 from __future__ import annotations
 
+import asyncio
+import ssl
 import time
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections import Counter
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 import aiohttp
 import msgspec
 
+from regauge.engines import status
 from regauge.engines.vllm.schedule import PARAMS
-from regauge.errors import ProtocolError
+from regauge.errors import ProtocolError, RegaugeError
+from regauge.layout.spec import Layout
+from regauge.move.state import Totals
+from regauge.observe import ERROR, WORKER, get_logger
+from regauge.plan.cost import Mode
 from regauge.serve import wire
-from regauge.serve.connection import Connection, WorkerError, WorkerLost
+from regauge.serve.connection import Connection, Reply, WorkerError, WorkerLost
 from regauge.serve.debug import WorkerState
 
 COMPLETIONS: Final = "/v1/completions"
 HEALTH: Final = "/health"
 MODELS: Final = "/v1/models"
+STATUS_S: Final = 2.0
+"""Most seconds for the status of a rank."""
 _DATA: Final = b"data:"
 _DONE: Final = b"[DONE]"
 _NAMED: Final = "token_id:"
@@ -79,9 +89,14 @@ class VllmClient(Connection):
 
     computes = True
 
-    def __init__(self, address: wire.WorkerAddress, token: str, model: str) -> None:
+    def __init__(
+        self, address: wire.WorkerAddress, token: str, model: str, key: bytes = b"", tls: ssl.SSLContext | None = None
+    ) -> None:
+        """`key`: of the transfer plane, and `tls` of its links: what its connector's status wants to see."""
         super().__init__(address, token)
         self._model = model
+        self._shown = {"Authorization": wire.bearer(status.token(key))}
+        self._tls = tls
 
     async def _health(self) -> wire.Health:
         async with self.call("GET", HEALTH, None) as answer:
@@ -92,7 +107,13 @@ class VllmClient(Connection):
             served = ", ".join(names) or "nothing"
             reason = f"it serves {served}, not {self._model}: start it with --served-model-name {self._model}"
             raise WorkerLost(self.name, self.role, reason)
-        return wire.Health("ok", self.role, self.name, 0, self._model)
+        if not self._told:
+            return wire.Health("ok", self.role, self.name, 0, self._model)
+        state = await self.debug(1, None)
+        pages = sum(pool.quarantined for pool in state.pools)
+        return wire.Health(
+            "ok", self.role, self.name, state.pid, self._model, quarantined_pages=pages, transfers=state.totals
+        )
 
     async def generate(
         self, body: wire.Generate, deadline: float, headers: Mapping[str, str]
@@ -101,22 +122,30 @@ class VllmClient(Connection):
         asked = self._body(body.token_ids, body.sampling) | {"stream": True}
         if body.prefill:
             asked["kv_transfer_params"] = {PARAMS: {"transfer": body.transfer_id, "from": body.prefill}}
-        count = 0
-        async with self._ask(asked, body.request_id, deadline, headers) as answer:
-            await self.refusal(answer, deadline)
-            async with aclosing(self.parts(answer, b"\n\n", deadline)) as parts:
-                async for part in parts:
-                    event = self._event(part)
-                    if event is None or not event.choices:
-                        continue
-                    choice = event.choices[0]
-                    for token in _tokens(choice, body.sampling.logprobs):
-                        count += 1
-                        yield token
-                    if choice.finish_reason is not None:
-                        yield wire.FinishEvent(self._reason(choice.finish_reason), len(body.token_ids), count)
-                        await self.drain(answer)
-                        return
+        count, telling = 0, None
+        try:
+            async with self._ask(asked, body.request_id, deadline, headers) as answer:
+                await self.refusal(answer, deadline)
+                async with aclosing(self.parts(answer, b"\n\n", deadline)) as parts:
+                    async for part in parts:
+                        event = self._event(part)
+                        if event is None or not event.choices:
+                            continue
+                        choice = event.choices[0]
+                        for token in _tokens(choice, body.sampling.logprobs):
+                            if not count and body.prefill and self._told:  # beside the stream: it has ended by now
+                                telling = asyncio.create_task(self._arrival(body.transfer_id))
+                            count += 1
+                            yield token
+                        if choice.finish_reason is not None:
+                            if telling is not None and (arrival := await telling) is not None:
+                                yield arrival
+                            yield wire.FinishEvent(self._reason(choice.finish_reason), len(body.token_ids), count)
+                            await self.drain(answer)
+                            return
+        finally:
+            if telling is not None:
+                telling.cancel()
         raise WorkerLost(self.name, self.role, "the stream ended before its finish reason")
 
     async def prefill(self, body: wire.Prefill, deadline: float, headers: Mapping[str, str]) -> wire.Prefilled:
@@ -148,11 +177,25 @@ class VllmClient(Connection):
         del request_id
         return False
 
-    async def debug(self, limit: int, deadline: float) -> WorkerState:
-        """Raise WorkerError: vLLM itself knows nothing of transfers."""
-        del limit, deadline
-        message = "this vLLM server was given no status_port, so that nothing tells how its transfers stand"
-        raise WorkerError(wire.ErrorEvent("bad_request", message, self.name), self.role)
+    async def debug(self, limit: int, deadline: float | None) -> WorkerState:
+        """As `Connection.debug`, of all ranks together."""
+        if not self._told:
+            message = "this vLLM server was given no status_port: nothing tells how its transfers stand"
+            raise WorkerError(wire.ErrorEvent("bad_request", message, self.name), self.role)
+        path = f"{status.STATUS_PATH}?limit={limit}"
+        told = await asyncio.gather(*(self._status(rank, path, status.Status, deadline) for rank in self._told))
+        states = [state for each in told for state in each.states if state.role == self.role]
+        if not states:
+            raise ProtocolError(f"{self.role} worker {self.name} tells of no {self.role} rank; see its kv_role")
+        return _together(self.name, states)
+
+    async def layout(self) -> Layout | None:
+        """As `Connection.layout`, of rank 0: check takes it for all of them."""
+        if not self._told:
+            return None
+        deadline = asyncio.get_running_loop().time() + STATUS_S
+        told = await self._status(self._told[0], f"{status.STATUS_PATH}?limit=1", status.Status, deadline)
+        return told.read_layout()
 
     async def refusal(self, answer: aiohttp.ClientResponse, deadline: float | None) -> None:
         """As `Connection.refusal`."""
@@ -166,6 +209,36 @@ class VllmClient(Connection):
         message = problem.message if problem is not None else body[:200].decode("utf-8", "replace")
         code = _CODES.get(answer.status, "engine_failed")
         raise WorkerError(wire.ErrorEvent(code, message or f"HTTP {answer.status}", self.name), self.role)
+
+    @property
+    def _told(self) -> list[str]:
+        return [rank.status for rank in self.address.ranks if rank.status]
+
+    async def _status(self, rank: str, path: str, kind: type[Reply], deadline: float | None) -> Reply:
+        async with self.call("GET", rank + path, deadline, headers=self._shown, secure=self._tls) as answer:
+            return await self.read(answer, kind, deadline)
+
+    async def _arrival(self, transfer: str) -> wire.TransferEvent | None:
+        """Ask what became of a transfer. A failed one the engine has made up for: it is logged."""
+        deadline = asyncio.get_running_loop().time() + STATUS_S
+        path = f"{status.TRANSFERS_PATH}{transfer}"
+        try:
+            ends = await asyncio.gather(
+                *(self._status(rank, path, status.TransferEnd, deadline) for rank in self._told)
+            )
+        except RegaugeError as error:
+            get_logger(**{WORKER: self.name}).warning("the end of a transfer is not known", **{ERROR: str(error)})
+            return None
+        if failed := [end.error for end in ends if end.error]:
+            get_logger(**{WORKER: self.name}).warning(
+                "decode computed a prompt whose KV did not come", **{ERROR: failed[0]}
+            )
+            return None
+        mode = next((m for m in get_args(Mode) for end in ends if m == end.mode), None)
+        if mode is None:
+            return None
+        wire_bytes, seconds = sum(end.wire_bytes for end in ends), max(end.seconds for end in ends)
+        return wire.TransferEvent(ends[0].path, mode, wire_bytes, 0, seconds)
 
     def _ask(self, asked: dict[str, Any], request_id: str, deadline: float, headers: Mapping[str, str]) -> Any:
         own = {**headers, "X-Request-Id": request_id}
@@ -202,6 +275,21 @@ class VllmClient(Connection):
             return reason
         code: wire.Code = "aborted" if reason == "abort" else "engine_failed"
         raise WorkerError(wire.ErrorEvent(code, f"the request ended with {reason!r}", self.name), self.role)
+
+
+def _together(name: str, ranks: Sequence[WorkerState]) -> WorkerState:
+    first, totals = ranks[0], [rank.totals for rank in ranks]
+    failed = Counter[str]()
+    for each in totals:
+        failed.update(each.failed)
+    return msgspec.structs.replace(
+        first, name=name,
+        transfers=[x for rank in ranks for x in rank.transfers], links=[x for rank in ranks for x in rank.links],
+        pools=[x for rank in ranks for x in rank.pools], sessions=[x for rank in ranks for x in rank.sessions],
+        nics=[x for rank in ranks for x in rank.nics],
+        totals=Totals(sum(t.delivered for t in totals), sum(t.wire_bytes for t in totals), dict(failed),
+                      sum(t.resent for t in totals), sum(t.resumed for t in totals)),
+    )  # fmt: skip
 
 
 def _tokens(choice: _Choice, alternatives: int | None) -> Iterator[wire.TokenEvent]:

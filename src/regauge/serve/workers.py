@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -148,13 +149,24 @@ class Workers:
         policy: HealthPolicy = HealthPolicy(),
         *,
         model: str = "",
+        key: bytes = b"",
+        tls: ssl.SSLContext | None = None,
     ) -> Workers:
-        """Make the pair from the two addresses. Raises ConfigError unless there is exactly one of each role."""
+        """Make the pair from the two addresses; `key` and `tls` are of the transfer plane, for engines' status.
+
+        Raises ConfigError unless there is exactly one of each role.
+        """
         by_role = {address.role: address for address in addresses}
         if len(addresses) != 2 or len(by_role) != 2:
             given = ", ".join(f"{address.name} ({address.role})" for address in addresses) or "none"
             raise ConfigError(f"workers: one prefill and one decode worker are needed, got {given}")
-        return cls(*(Worker(_client(by_role[role], token, model), metrics, policy) for role in ("prefill", "decode")))
+        clients: list[Connection] = [
+            VllmClient(each, each.token or token, model, key, tls)
+            if each.engine == "vllm"
+            else WorkerClient(each, token)
+            for each in (by_role["prefill"], by_role["decode"])
+        ]
+        return cls(*(Worker(client, metrics, policy) for client in clients))
 
     def both(self) -> tuple[Worker, Worker]:
         """Return the prefill and the decode worker."""
@@ -165,8 +177,3 @@ class Workers:
         if self.decode.usable and (self.prefill.usable or self.decode.client.computes):
             return None
         return self.prefill if self.decode.usable else self.decode
-
-
-def _client(address: wire.WorkerAddress, token: str, model: str) -> Connection:
-    own = address.token or token
-    return VllmClient(address, own, model) if address.engine == "vllm" else WorkerClient(address, own)
