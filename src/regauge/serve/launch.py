@@ -159,7 +159,7 @@ def _vllm(
         sys.executable, "-m", "regauge.serve.tied", python, "-m", _SERVER, "--model", str(d.folder), "--served-model-name", d.model,
         "--host", wire.WORKER_HOST, "--port", str(port), "--max-model-len", str(engine.max_context),
         "--tensor-parallel-size", str(given.ranks), "--enable-prompt-tokens-details",
-        "--kv-transfer-config", json.dumps(connector), *given.args,
+        "--disable-uvicorn-access-log", "--kv-transfer-config", json.dumps(connector), *given.args,
     ]  # fmt: skip
     threads = engine.threads or max((os.cpu_count() or 2) // 2, 1)
     environment = {**_DEFAULTS, "OMP_NUM_THREADS": str(threads), **os.environ, "VLLM_API_KEY": token}
