@@ -80,6 +80,8 @@ class TransferEnd(msgspec.Struct, frozen=True):
     role: Role
     error: str = ""
     """Why it failed; empty: decode has all of it, verified."""
+    reason: str = ""
+    """Class of the error, one of `observe.REASONS`."""
     path: str = ""
     """Of the pair of layouts; empty: there was no link, or this rank had nothing to send."""
     mode: str = ""
@@ -216,7 +218,7 @@ async def _end_at(end: Bridge, transfer: str, wait_s: float) -> TransferEnd | No
     return (
         None
         if x is None
-        else TransferEnd(transfer, end.role, x.error[:MAX_ERROR], x.path, x.mode, x.wire_bytes, x.seconds)
+        else TransferEnd(transfer, end.role, x.error[:MAX_ERROR], x.reason, x.path, x.mode, x.wire_bytes, x.seconds)
     )
 
 
