@@ -18,9 +18,10 @@ from ends_rig import KEY, MODEL, Ends, ended, open_ends, soon
 import regauge
 from certificates import Authority
 from regauge.config import TlsConfig
-from regauge.engines import status
+from regauge.engines import status_door
 from regauge.engines.bridge import Ended
-from regauge.engines.status import Status, StatusDoor, TransferEnd, token
+from regauge.engines.status import Status, TransferEnd, token
+from regauge.engines.status_door import StatusDoor
 from regauge.errors import ConfigError
 
 TOKEN = token(KEY)
@@ -220,7 +221,7 @@ def test_who_shows_no_token_is_cut(monkeypatch: pytest.MonkeyPatch, doors: Doors
         known.request("GET", "/status", headers={"Authorization": f"Bearer {TOKEN}"})
         assert known.getresponse().read()
         assert not doors.decode._strangers, "nothing cuts it any more"
-        monkeypatch.setattr(status, "GREET_S", 0.1)
+        monkeypatch.setattr(status_door, "GREET_S", 0.1)
         with socket.create_connection(address, timeout=20) as stranger:
             stranger.sendall(b"GET /status HTTP/1.1\r\n")
             with contextlib.suppress(ConnectionResetError):
@@ -228,7 +229,7 @@ def test_who_shows_no_token_is_cut(monkeypatch: pytest.MonkeyPatch, doors: Doors
 
 
 def test_connections_are_bounded(monkeypatch: pytest.MonkeyPatch, doors: Doors) -> None:
-    monkeypatch.setattr(status, "MAX_CONNECTIONS", 2)
+    monkeypatch.setattr(status_door, "MAX_CONNECTIONS", 2)
     address = doors.decode.address
     with contextlib.ExitStack() as stack:
         for _ in range(2):

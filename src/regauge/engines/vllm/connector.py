@@ -28,7 +28,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.request import RequestStatus
 
 from regauge.engines.bridge import ReceivingEnd, SendingEnd
-from regauge.engines.status import StatusDoor
+from regauge.engines.status_door import StatusDoor
 from regauge.engines.vllm import cache, settings
 from regauge.engines.vllm.metrics import PromMetrics, Stats
 from regauge.engines.vllm.schedule import PARAMS, BlockIds, Command, Schedule, Step

@@ -15,7 +15,7 @@ import structlog
 from regauge.config import Role
 from regauge.engines.bridge import Ended, ReceivingEnd, SendingEnd
 from regauge.engines.handover import Handover, encode
-from regauge.engines.status import StatusDoor
+from regauge.engines.status_door import StatusDoor
 from regauge.engines.vllm.schedule import BlockIds, Blocks, Command, Computed, Drop, Expect, Fail, Finish, Offer
 from regauge.errors import PlanError, ProtocolError, RegaugeError
 from regauge.layout.spec import Layout
