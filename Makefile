@@ -21,7 +21,7 @@ test-transports: $(VENV)/.transports  ## Mooncake and NIXL over tcp: two wheels 
 	$(BIN)/python -m pytest tests/transports $(ARGS)
 
 test-vllm: $(VLLM)/.ready  ## real vLLM on the CPU, in an environment of its own: 5 GiB, the first time some 10 minutes
-	$(VLLM)/bin/python -m pytest tests/real_vllm $(ARGS)
+	$(VLLM)/bin/python -m pytest tests/engines/vllm tests/real_vllm $(ARGS)
 
 bench: $(READY)  ## every measured claim, in some hours; for the whole table of docs/numerics.md: regauge bench accuracy --matrix (30 minutes)
 	$(BIN)/python bench/kernels.py --torch

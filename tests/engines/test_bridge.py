@@ -92,7 +92,7 @@ def test_a_load_that_nothing_comes_for_ends_at_once_when_it_is_cancelled() -> No
     with open_ends("tcp", offer_s=600.0) as ends:
         ends.into.expect("x", ["p.0"], 40, [([1, 2, 3], 0)])
         ends.into.cancel("x", "the request was aborted")
-        assert ended(ends.into) == Ended("x", "the request was aborted")
+        assert ended(ends.into) == Ended("x", "the request was aborted", reason="aborted")
         ends.into.expect("x", ["p.0"], 40, [([1, 2, 3], 0)])  # the pages may be lent anew
         ends.into.cancel("x", "again")
         assert ended(ends.into).error == "again"

@@ -18,9 +18,10 @@ from ends_rig import KEY, MODEL, Ends, ended, open_ends, soon
 import regauge
 from certificates import Authority
 from regauge.config import TlsConfig
-from regauge.engines import status
+from regauge.engines import status_door
 from regauge.engines.bridge import Ended
-from regauge.engines.status import Status, StatusDoor, TransferEnd, token
+from regauge.engines.status import Status, TransferEnd, token
+from regauge.engines.status_door import StatusDoor
 from regauge.errors import ConfigError
 
 TOKEN = token(KEY)
@@ -100,8 +101,8 @@ def test_a_transfer_is_shown_while_it_runs_and_its_end_afterwards(doors: Doors) 
     assert there.wire_bytes == 200 * 3 * 2 * 2 * 16 * 2
     assert there.seconds > 0
     mode = into.links[0].modes[0]
-    assert there == TransferEnd("x", "decode", "", "REMAP", mode, there.wire_bytes, there.seconds)
-    assert here == TransferEnd("x", "prefill", "", "REMAP", mode, there.wire_bytes, here.seconds)
+    assert there == TransferEnd("x", "decode", "", "", "REMAP", mode, there.wire_bytes, there.seconds)
+    assert here == TransferEnd("x", "prefill", "", "", "REMAP", mode, there.wire_bytes, here.seconds)
     for address in (doors.decode.address, doors.prefill.address):
         [state] = look(address).states
         assert state.transfers == []
@@ -132,7 +133,7 @@ def test_why_a_pair_is_refused_is_told_on_both_sides() -> None:
         for address in (doors.prefill.address, doors.decode.address):
             end = end_of(address, "x")
             assert "rope" in end.error
-            assert (end.path, end.mode, end.wire_bytes) == ("", "", 0)
+            assert (end.reason, end.path, end.mode, end.wire_bytes) == ("refused", "", "", 0)
             assert look(address).states[0].totals.failed == {"refused": 1}
 
 
@@ -186,6 +187,8 @@ def test_one_door_answers_for_both_roles_of_a_rank() -> None:
         assert end_of(door.address, "in") == TransferEnd("in", "decode", "no")
         assert end_of(door.address, "out") == TransferEnd("out", "prefill", "no")
         assert ask(door.address, "/transfers/x")[0] == 404
+        ends.complete("x")
+        assert end_of(door.address, "x").error == ""
         door.close()
 
 
@@ -212,23 +215,21 @@ def test_a_closed_door_frees_its_port_and_ends_who_waits(doors: Doors) -> None:
 
 
 def test_who_shows_no_token_is_cut(monkeypatch: pytest.MonkeyPatch, doors: Doors) -> None:
-    monkeypatch.setattr(status, "GREET_S", 0.2)
     address = doors.decode.address
     known = http.client.HTTPConnection(*address, timeout=20)
     with contextlib.closing(known):
-        for _ in range(2):
-            known.request("GET", "/status", headers={"Authorization": f"Bearer {TOKEN}"})
-            assert known.getresponse().read()
-            own = known.sock
-            with socket.create_connection(address, timeout=20) as stranger:  # younger: cut later than `known` would be
-                stranger.sendall(b"GET /status HTTP/1.1\r\n")
-                with contextlib.suppress(ConnectionResetError):
-                    assert stranger.recv(1) == b""
-            assert known.sock is own, "kept"
+        known.request("GET", "/status", headers={"Authorization": f"Bearer {TOKEN}"})
+        assert known.getresponse().read()
+        assert not doors.decode._strangers, "nothing cuts it any more"
+        monkeypatch.setattr(status_door, "GREET_S", 0.1)
+        with socket.create_connection(address, timeout=20) as stranger:
+            stranger.sendall(b"GET /status HTTP/1.1\r\n")
+            with contextlib.suppress(ConnectionResetError):
+                assert stranger.recv(1) == b""
 
 
 def test_connections_are_bounded(monkeypatch: pytest.MonkeyPatch, doors: Doors) -> None:
-    monkeypatch.setattr(status, "MAX_CONNECTIONS", 2)
+    monkeypatch.setattr(status_door, "MAX_CONNECTIONS", 2)
     address = doors.decode.address
     with contextlib.ExitStack() as stack:
         for _ in range(2):

@@ -34,6 +34,7 @@ from regauge.move.outgoing import Outgoing
 from regauge.move.pages import LentPages
 from regauge.move.protocol import Range, TransferState
 from regauge.move.rails import Rails
+from regauge.move.reasons import reason_class
 from regauge.move.state import LinkState, PoolState, WorkerState, bounded, lent_states, session_states
 from regauge.move.transports import open_rails
 from regauge.plan import Judge, check
@@ -61,6 +62,14 @@ class Ended:
     """How its chunks were written, in the first pair of state groups; empty: none were."""
     wire_bytes: int = 0
     seconds: float = 0.0
+    reason: str = ""
+    """Class of the error, one of `observe.REASONS`."""
+
+    @classmethod
+    def failed(cls, transfer: str, error: BaseException, path: str = "", mode: Mode | Literal[""] = "") -> Ended:
+        """Return the end of a transfer that this error has ended."""
+        text = str(error) or type(error).__name__
+        return cls(transfer, text, path=path, mode=mode, reason=reason_class(error))
 
 
 class Bridge(abc.ABC):
@@ -226,7 +235,7 @@ class ReceivingEnd(Bridge):
                 for lent in self._lent:
                     lent.release(transfer)
                 self._ledger.failed(error)
-                self._end(Ended(transfer, str(error)))
+                self._end(Ended.failed(transfer, error))
                 return
             self._ledger.watch(arrival)
             arrival.add_done_callback(lambda a: self._over(transfer, a))
@@ -243,7 +252,7 @@ class ReceivingEnd(Bridge):
             a = arrival.result()
             self._end(Ended(transfer, "", a.handover, a.path, a.mode, a.wire_bytes, a.seconds))
             return
-        self._quiet[transfer] = Ended(transfer, str(error) or type(error).__name__)
+        self._quiet[transfer] = Ended.failed(transfer, error)
         self._released()
 
     def _released(self) -> None:
@@ -345,7 +354,7 @@ class SendingEnd(Bridge):
         except RegaugeError as error:
             del self._sending[transfer]
             self._ledger.failed(error)
-            self._end(Ended(transfer, str(error)))
+            self._end(Ended.failed(transfer, error))
             return
         self._ledger.watch(out.finished)
         sending.out = out
@@ -355,7 +364,7 @@ class SendingEnd(Bridge):
             done = await out.done()
             ended = Ended(transfer, "", b"", out.path, out.mode, done.wire_bytes, done.seconds)
         except RegaugeError as error:
-            ended = Ended(transfer, str(error), b"", out.path, out.mode)
+            ended = Ended.failed(transfer, error, out.path, out.mode)
         await sending.quiet.wait()
         del self._sending[transfer]
         self._end(ended)

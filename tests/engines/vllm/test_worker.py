@@ -102,6 +102,18 @@ def test_a_name_that_is_taken_fails_the_second_request_and_spares_the_first(rank
     assert_same(ranks.target, want)
 
 
+def test_ends_are_told_once_to_whoever_counts_them(ranks: Ranks) -> None:
+    ranks.offer("first", OWN)
+    ranks.expect("first", THEIRS)
+    until(ranks.decode, lambda _, received, __: received == {"first"})
+    until(ranks.prefill, lambda sent, *_: sent == {"first"})
+    [(role, there)], [(other, here)] = ranks.decode.over(), ranks.prefill.over()
+    assert (role, other) == ("decode", "prefill")
+    assert there.transfer == here.transfer == "t"
+    assert there.wire_bytes == here.wire_bytes > 0
+    assert ranks.decode.over() == ranks.prefill.over() == []
+
+
 def test_what_cannot_come_is_reported_as_received_and_failed(ranks: Ranks) -> None:
     ranks.decode.obey([Fail("r", "no")])
     until(ranks.decode, lambda _, received, failed: received == failed == {"r"})
@@ -127,5 +139,5 @@ def test_what_never_reached_the_links_can_be_asked_for_like_the_rest(ranks: Rank
     assert into is not None
     assert out.run(out.end_of("t", 5), 10) == Ended("t")
     ranks.expect("r", THEIRS)
-    assert into.run(into.end_of("t", 5), 10) == Ended("t", "none of p.0 holds what this rank keeps")
+    assert into.run(into.end_of("t", 5), 10) == Ended("t", "none of p.0 holds what this rank keeps", reason="other")
     until(ranks.decode, lambda _, received, failed: received == failed == {"r"})

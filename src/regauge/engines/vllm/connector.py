@@ -28,8 +28,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.request import RequestStatus
 
 from regauge.engines.bridge import ReceivingEnd, SendingEnd
-from regauge.engines.status import StatusDoor
+from regauge.engines.status_door import StatusDoor
 from regauge.engines.vllm import cache, settings
+from regauge.engines.vllm.metrics import PromMetrics, Stats
 from regauge.engines.vllm.schedule import PARAMS, BlockIds, Command, Schedule, Step
 from regauge.engines.vllm.worker import Rank
 from regauge.errors import ConfigError, EngineError
@@ -198,6 +199,27 @@ class RegaugeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return KVConnectorTransferResults(
             finished_sending=results.sent, finished_recving=results.received, failed_recving=results.failed
         )
+
+    def get_kv_connector_stats(self) -> Stats | None:
+        """Return what has ended since the last step, for vLLM's log and metrics; None: nothing, or asked of the scheduler's half."""
+        if self._rank is None:
+            return None
+        stats = Stats()
+        for role, ended in self._rank.over():
+            stats.add(role, ended)
+        return None if stats.is_empty() else stats
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Stats:
+        """Return the figures as they came from a worker."""
+        return Stats() if data is None else Stats(data=data)
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any
+    ) -> PromMetrics:  # fmt: skip
+        """Return what shows them to Prometheus, beside vLLM's own metrics."""
+        return PromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
         """End the links."""

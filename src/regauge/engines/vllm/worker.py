@@ -5,21 +5,25 @@ All methods are for the worker's main thread and return at once.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
 import structlog
 
+from regauge.config import Role
 from regauge.engines.bridge import Ended, ReceivingEnd, SendingEnd
 from regauge.engines.handover import Handover, encode
-from regauge.engines.status import StatusDoor
+from regauge.engines.status_door import StatusDoor
 from regauge.engines.vllm.schedule import BlockIds, Blocks, Command, Computed, Drop, Expect, Fail, Finish, Offer
 from regauge.errors import PlanError, ProtocolError, RegaugeError
 from regauge.layout.spec import Layout
 from regauge.plan.ranks import leg
 
 log = structlog.get_logger()
+MAX_OVER = 10_000
+"""Ends that wait to be counted; vLLM asks after every step."""
 
 Family = Callable[[int, int], Layout]
 """The layout of a rank of so many tensor-parallel ranks, as far as which heads it holds: (rank, size)."""
@@ -63,6 +67,7 @@ class Rank:
         self._step: list[tuple[str, int]] = []
         """Requests that compute in this step, and the token before which they will have."""
         self._failed: list[tuple[str, str]] = []
+        self._over: deque[tuple[Role, Ended]] = deque(maxlen=MAX_OVER)
         self.bytes_in = 0
         """Wire bytes of everything that was received."""
         self.last: Ended | None = None
@@ -127,6 +132,7 @@ class Rank:
     def _sent(self) -> set[str]:
         by_transfer = {sending.transfer: sending for sending in self._sending.values() if sending.done is None}
         for ended in self.out.ended() if self.out is not None else ():
+            self._over.append(("prefill", ended))
             if ended.error:
                 log.warning("kv not sent", transfer=ended.transfer, error=ended.error)
             if (sending := by_transfer.get(ended.transfer)) is not None:
@@ -140,6 +146,7 @@ class Rank:
         by_transfer = {transfer: request for request, (transfer, _) in self._receiving.items()}
         received = set()
         for ended in self.into.ended() if self.into is not None else ():
+            self._over.append(("decode", ended))
             request = by_transfer.get(ended.transfer)
             if request is None:
                 continue
@@ -160,6 +167,12 @@ class Rank:
             if report:
                 received.add(request)
         return received
+
+    def over(self) -> list[tuple[Role, Ended]]:
+        """Take what has ended, on whichever side of it this rank was, since the last call."""
+        out = list(self._over)
+        self._over.clear()
+        return out
 
     def close(self) -> None:
         """End the links."""
@@ -188,7 +201,7 @@ class Rank:
                 if self._concerns(size, i, sends=True)
             }
         except RegaugeError as error:
-            sending.done = Ended(params.transfer, str(error))
+            sending.done = Ended.failed(params.transfer, error)
             self.out.note(sending.done)
             return
         if not to:
@@ -230,7 +243,7 @@ class Rank:
             if command.report:
                 self._failed.append((command.request, str(error)))
             if self.into is not None and not taken:
-                self.into.note(Ended(params.transfer, str(error)))
+                self.into.note(Ended.failed(params.transfer, error))
             return
         self._receiving[command.request] = (params.transfer, command.report)
         self.into.expect(params.transfer, peers, command.tokens, _tables(command.blocks), first=command.first)
