@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 VLLM := .venv-vllm
 ARGS ?=
 
-.PHONY: serve test test-planes test-transports test-vllm bench gpu check format clean
+.PHONY: serve test test-planes test-transports test-vllm bench bench-vllm gpu check format clean
 
 serve: $(READY)  ## a real small model, served across a prefill and a decode process
 	$(BIN)/regauge serve $(ARGS)
@@ -37,6 +37,9 @@ bench: $(READY)  ## every measured claim, in some hours; for the whole table of 
 	$(BIN)/python bench/serve.py
 	$(BIN)/regauge bench accuracy
 	$(BIN)/regauge bench conformance
+
+bench-vllm: $(VLLM)/.ready  ## time to the first token of two vLLM engines, against one and against vLLM's own connector: some 25 minutes
+	$(VLLM)/bin/python bench/vllm_pair.py $(ARGS)
 
 gpu: $(READY)  ## the Triton kernels on a GPU; needs a build of torch for it
 	$(BIN)/python bench/gpu.py $(ARGS)

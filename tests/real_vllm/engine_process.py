@@ -33,11 +33,12 @@ def main() -> None:
         out.write(json.dumps(words) + "\n")
 
     say(ready=True)
-    began: dict[str, float] = {}
     first: dict[str, float] = {}
+    fruitless = False
     while True:
-        try:
-            word = json.loads(lines.get(timeout=0.0 if engine.has_unfinished_requests() else 0.002))
+        busy = core.scheduler.has_requests()
+        try:  # as vLLM's own loop: it waits for requests, and 1 ms for transfers where there is nothing to compute
+            word = json.loads(lines.get(timeout=None if not busy else 0.001 if fruitless else 0.0))
         except queue.Empty:
             word = {}
         if "quit" in word:
@@ -47,7 +48,6 @@ def main() -> None:
                 temperature=0, max_tokens=word["max_tokens"], ignore_eos=True, detokenize=False, logprobs=word.get("logprobs"),
                 extra_args={"kv_transfer_params": word["params"]} if word.get("params") else None,
             )  # fmt: skip
-            began[word["add"]] = time.monotonic()
             engine.add_request(word["add"], {"prompt_token_ids": word["ids"]}, sampling)
         if "abort" in word:
             engine.abort_request([word["abort"]])
@@ -61,16 +61,19 @@ def main() -> None:
             say(
                 stats=word["stats"], free=pool.get_num_free_blocks(), blocks=pool.num_gpu_blocks,
                 bytes_in=worker.bytes_in if worker else 0, path=worker.last.path if worker and worker.last else "",
+                received=_ended(worker and worker.last), sent=_ended(worker and worker.sent),
                 known=len(connector._schedule._sending) + len(connector._schedule._loading) if connector else 0,
             )  # fmt: skip
-        for output in engine.step():
+        outputs = engine.step() if core.scheduler.has_requests() else []
+        fruitless = not outputs
+        for output in outputs:
             name = output.request_id
             if output.outputs and output.outputs[0].token_ids:
-                first.setdefault(name, time.monotonic() - began[name])
+                first.setdefault(name, time.monotonic())
             if output.finished:
                 say(
                     done=name, tokens=list(output.outputs[0].token_ids), reason=output.outputs[0].finish_reason,
-                    cached=output.num_cached_tokens, ttft=first.get(name), seconds=time.monotonic() - began[name],
+                    cached=output.num_cached_tokens, first=first.get(name), last=time.monotonic(),
                     params=output.kv_transfer_params,
                 )  # fmt: skip
     engine.engine_core.shutdown()
@@ -81,6 +84,10 @@ def _rank(core: Any) -> Any:
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
     return getattr(get_kv_transfer_group(), "_rank", None) if has_kv_transfer_group() else None
+
+
+def _ended(ended: Any) -> dict[str, Any] | None:
+    return None if ended is None else {key: getattr(ended, key) for key in ("transfer", "seconds", "computed", "at")}
 
 
 def _read(lines: queue.SimpleQueue[str]) -> None:

@@ -140,6 +140,17 @@ def config(model: Path, *, role: str = "", name: str = "", port: int = 0, key: P
     return out
 
 
+def nixl_environment() -> dict[str, str]:
+    """What vLLM's NixlConnector needs to stay on this machine."""
+    return {
+        "VLLM_HOST_IP": "127.0.0.1",
+        "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
+        "UCX_TLS": "tcp,self,sm",
+        "UCX_NET_DEVICES": "lo",
+    }
+
+
 class Pair:
     """A prefill and a decode engine."""
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engines import START_S, Engine, config, free_port
+from engines import START_S, Engine, config, free_port, nixl_environment
 from regauge.testing.tiny_models import tiny_model
 
 PROMPTS = [random.Random(n).choices(range(3, 500), k=33 + 15 * n) for n in range(12)]
@@ -183,14 +183,7 @@ def _engine(case: Case, role: str, side: Side, model: Path, folder: Path, bootst
         transfer["kv_connector_extra_config"] = {"mooncake_protocol": "tcp", "num_workers": 2}
     else:
         transfer["kv_buffer_device"] = "cpu"
-    environment = {
-        "VLLM_HOST_IP": "127.0.0.1",
-        "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
-        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
-        "VLLM_MOONCAKE_BOOTSTRAP_PORT": str(bootstrap),
-        "UCX_TLS": "tcp,self,sm",
-        "UCX_NET_DEVICES": "lo",
-    }
+    environment = {**nixl_environment(), "VLLM_MOONCAKE_BOOTSTRAP_PORT": str(bootstrap)}
     given = config(model, dtype=side.dtype, block_size=side.block_size, kv_transfer_config=transfer)
     engine = Engine(given, folder / f"{case.connector}.{role}.log", environment)
     try:

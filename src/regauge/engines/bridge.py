@@ -64,6 +64,10 @@ class Ended:
     seconds: float = 0.0
     reason: str = ""
     """Class of the error, one of `observe.REASONS`."""
+    computed: float = field(default=0.0, compare=False)
+    """On prefill: when the engine last said that something is ready. CLOCK_MONOTONIC, which one machine's processes share; 0: never."""
+    at: float = field(default_factory=time.monotonic, compare=False)
+    """When it ended, by the same clock."""
 
     @classmethod
     def failed(cls, transfer: str, error: BaseException, path: str = "", mode: Mode | Literal[""] = "") -> Ended:
@@ -279,6 +283,7 @@ class _Sending:
     early: list[Callable[[Outgoing], None]] = field(default_factory=list)
     """What the engine said before the links were there."""
     quiet: asyncio.Event = field(default_factory=asyncio.Event)
+    computed: float = 0.0
 
 
 class SendingEnd(Bridge):
@@ -324,7 +329,7 @@ class SendingEnd(Bridge):
 
     def ready(self, transfer: str, layers: Range, tokens: Range) -> None:
         """Layers [first, end) of the model hold their state for tokens [first, end)."""
-        self._tell(transfer, lambda out: out.ready(layers, tokens))
+        self._tell(transfer, lambda out: out.ready(layers, tokens), time.monotonic())
 
     def finish(self, transfer: str, handover: bytes) -> None:
         """Everything has been made ready."""
@@ -334,11 +339,12 @@ class SendingEnd(Bridge):
         """Give a transfer up; it ends like any other, unless it has."""
         self._tell(transfer, lambda out: out.cancel(reason))
 
-    def _tell(self, transfer: str, word: Callable[[Outgoing], None]) -> None:
+    def _tell(self, transfer: str, word: Callable[[Outgoing], None], computed: float = 0.0) -> None:
         def tell() -> None:
             sending = self._sending.get(transfer)
             if sending is None:
                 return  # it has ended
+            sending.computed = max(sending.computed, computed)
             if sending.out is None:
                 sending.early.append(word)
             else:
@@ -362,7 +368,9 @@ class SendingEnd(Bridge):
             _say(out, word)
         try:
             done = await out.done()
-            ended = Ended(transfer, "", b"", out.path, out.mode, done.wire_bytes, done.seconds)
+            ended = Ended(
+                transfer, "", b"", out.path, out.mode, done.wire_bytes, done.seconds, computed=sending.computed
+            )
         except RegaugeError as error:
             ended = Ended.failed(transfer, error, out.path, out.mode)
         await sending.quiet.wait()

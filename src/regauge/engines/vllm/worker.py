@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import structlog
@@ -32,9 +32,13 @@ Family = Callable[[int, int], Layout]
 @dataclass
 class _Out:
     transfer: str
-    told: dict[int, int]
+    tokens: int
+    handover: bool
+    told: dict[int, int] = field(default_factory=dict)
     """Per layer: the token before which it was told as computed."""
     done: Ended | None = None
+    finished: bool = False
+    """Whether decode was told that nothing more comes."""
     report: bool = False
     """Whether the scheduler waits for this request's blocks."""
 
@@ -72,6 +76,8 @@ class Rank:
         """Wire bytes of everything that was received."""
         self.last: Ended | None = None
         """What was received last, for inspection."""
+        self.sent: Ended | None = None
+        """What was sent last, likewise."""
 
         @lru_cache(maxsize=256)
         def concerns(size: int, index: int, *, sends: bool) -> bool:
@@ -107,9 +113,18 @@ class Rank:
                     self._drop(request, reason, report=report)
 
     def saved(self, layer: int) -> None:
-        """A layer of this step's forward pass has written its state."""
+        """A layer of this step's forward pass has written its state.
+
+        Decode gets a prompt with its last layer, ahead of prefill's sampling and next step, unless it wants prefill's token. Not in
+        `saved_all`, which vLLM also calls when the forward pass has broken.
+        """
         for request, end in self._step:
             self._tell(request, layer, end)
+            sending = self._sending.get(request)
+            if sending is None or sending.handover or end < sending.tokens:
+                continue
+            if all(sending.told.get(each) == end for each in self._layers):
+                self._complete(sending, b"")
 
     def saved_all(self) -> None:
         """The step's forward pass is over."""
@@ -136,7 +151,7 @@ class Rank:
             if ended.error:
                 log.warning("kv not sent", transfer=ended.transfer, error=ended.error)
             if (sending := by_transfer.get(ended.transfer)) is not None:
-                sending.done = ended
+                sending.done = self.sent = ended
         over = {request for request, sending in self._sending.items() if sending.done is not None and sending.report}
         for request in over:
             del self._sending[request]
@@ -185,7 +200,7 @@ class Rank:
     def _offer(self, command: Offer) -> None:
         params = command.params
         taken = any(each.transfer == params.transfer and each.done is None for each in self._sending.values())
-        sending = self._sending[command.request] = _Out(params.transfer, {})
+        sending = self._sending[command.request] = _Out(params.transfer, command.tokens, params.handover)
         if taken:  # its words would be taken for the other request's
             sending.done = Ended(params.transfer, f"transfer {params.transfer!r} is under way already")
             log.warning("kv not sent", transfer=params.transfer, error=sending.done.error)
@@ -224,8 +239,12 @@ class Rank:
         if sending is None:
             return
         sending.report = True
-        if self.out is not None and sending.done is None:
-            self.out.finish(sending.transfer, b"" if token is None else encode(Handover(token)))
+        self._complete(sending, b"" if token is None else encode(Handover(token)))
+
+    def _complete(self, sending: _Out, handover: bytes) -> None:
+        if self.out is not None and sending.done is None and not sending.finished:
+            sending.finished = True
+            self.out.finish(sending.transfer, handover)
 
     def _expect(self, command: Expect) -> None:
         params = command.params
