@@ -4,17 +4,19 @@
 
 Real engines on the CPU, a process and a thread of compute each, fp32, the bundled model. One request at a time, of tokens that nobody has cached; counted
 from when it is handed to the first engine. One engine without a connector, `alone`, stays for the whole run; the pairs come one after the other,
-all of them `--blocks` times, and each is measured in turn with `alone`, `--rounds` times a block:
+all of them `--blocks` times, and each is measured in turn with `alone`, `--rounds` times a block. Meanwhile its engines are stopped (SIGSTOP): NIXL's
+agents take a core each also when there is nothing to do, and `alone` would be charged for it.
 
     tcp, shm        regauge, both sides in blocks of 32 tokens; the request goes to both engines at once
     tcp, 32 to 128  regauge, decode in blocks of 128
     NixlConnector   vLLM's own, blocks of 32 on both sides; prefill first, then decode with the parameters that it returned
 
 `over`: the pair's time less that of `alone` in the same round. `step`: what `alone` takes for its second token; decode computes the last token of
-the prompt again, whatever the connector, so a pair is never faster than a prefill and this. `prefill`: until prefill's own first token. `after`: from
-the last layer's `save_kv_layer` on prefill to the commit on decode, which is what is left of the transfer when there is nothing to compute any more;
-`transfer`: from decode's grant to the commit; `hidden`: the share of it that `after` is not. `cpu`: seconds of CPU, all threads, of the engine alone for two
-tokens, and of prefill and decode for the same work, a token each: other processes on the machine change these less than the times.
+the prompt again, whatever the connector, so a pair is never faster than a prefill and this. `prefill`: until prefill's own first token; `then`:
+from there to decode's, a `step` at best. `after`: from the last layer's `save_kv_layer` on prefill to the commit on decode: what is left of the
+transfer when there is nothing to compute any more; `transfer`: from decode's grant to the commit; `hidden`: the share of it that `after` is not.
+`cpu`: seconds of CPU, all threads, of the engine alone for two tokens, and of prefill and decode for the same work, a token each: other processes
+on the machine change these less than the times.
 """
 
 # ruff: noqa: S311  # prompts
@@ -24,6 +26,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import random
+import signal
 import statistics
 import sys
 import tempfile
@@ -132,17 +135,37 @@ def through_nixl(prefill: Engine, decode: Engine, tokens: int) -> Times:
     return Times(answer["first"] - begun, first["first"] - begun, (p_cpu, d_cpu))
 
 
+@dataclass(frozen=True)
+class Started:
+    """A pair that runs."""
+
+    engines: tuple[Engine, Engine]
+    through: Callable[[int], Times]
+    """Send a prompt of so many tokens."""
+
+    @contextlib.contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Neither engine runs meanwhile."""
+        for engine in self.engines:
+            engine.process.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            for engine in self.engines:
+                engine.process.send_signal(signal.SIGCONT)
+
+
 @contextlib.contextmanager
-def started(case: Case, model: Path, folder: Path) -> Iterator[Callable[[int], Times]]:
-    """Start a pair; yield what sends a prompt of so many tokens through it."""
+def started(case: Case, model: Path, folder: Path) -> Iterator[Started]:
+    """Start a pair, and end it."""
     if case.transport:
         sides = [{"block_size": size} for size in case.blocks]
         settings = {"transport": case.transport, "staging_bytes": 64 << 20}
         with pair(model, folder, sides[0], sides[1], transfer=settings, **GIVEN) as both:
-            yield lambda tokens: through_ours(both, tokens)
+            yield Started((both.prefill, both.decode), lambda tokens: through_ours(both, tokens))
         return
     with contextlib.ExitStack() as stack:
-        engines = []
+        engines: list[Engine] = []
         for role in ("kv_producer", "kv_consumer"):
             transfer = {"kv_connector": "NixlConnector", "kv_role": role, "kv_buffer_device": "cpu"}
             given = config(model, block_size=case.blocks[0], kv_transfer_config=transfer, **GIVEN)
@@ -150,16 +173,22 @@ def started(case: Case, model: Path, folder: Path) -> Iterator[Callable[[int], T
             stack.callback(engines[-1].end)
         for engine in engines:
             engine.wait("ready", limit_s=START_S)
-        yield lambda tokens: through_nixl(engines[0], engines[1], tokens)
+        prefill, decode = engines
+        yield Started((prefill, decode), lambda tokens: through_nixl(prefill, decode, tokens))
 
 
-def measure(case: Case, engine: Engine, through: Callable[[int], Times], rounds: int) -> None:
+def measure(case: Case, engine: Engine, both: Started, rounds: int) -> None:
     """Take rounds in which the pair and the engine alone take turns in going first."""
+
+    def by_itself(tokens: int) -> tuple[float, float, float]:
+        with both.stopped():
+            return alone(engine, tokens)
+
     for round_ in range(rounds + WARM):
         for tokens in LENGTHS:
-            before = alone(engine, tokens) if round_ % 2 else None
-            times = through(tokens)
-            times.alone = before or alone(engine, tokens)
+            before = by_itself(tokens) if round_ % 2 else None
+            times = both.through(tokens)
+            times.alone = before or by_itself(tokens)
             if round_ >= WARM:
                 case.times[tokens].append(times)
 
@@ -183,6 +212,7 @@ def row(case: Case, tokens: int) -> dict[str, object]:
         "over %": 100 * statistics.median(o / t.alone[0] for o, t in zip(over, taken, strict=True)),
         "step ms": spread([t.alone[1] for t in taken]),
         "prefill ms": spread([t.prefill for t in taken]),
+        "then ms": spread([t.first - t.prefill for t in taken]),
     }
     left = [t.after for t in taken if t.after is not None]
     whole = [t.transfer for t in taken if t.transfer is not None]
@@ -205,8 +235,8 @@ def run(options: argparse.Namespace, model: Path) -> list[Case]:
             engine.wait("ready", limit_s=START_S)
             for _ in range(options.blocks):
                 for case in measured:
-                    with started(case, model, Path(folder)) as through:
-                        measure(case, engine, through, options.rounds)
+                    with started(case, model, Path(folder)) as both:
+                        measure(case, engine, both, options.rounds)
                     print_table([row(case, tokens) for tokens in LENGTHS])
                     print(f"load {getloadavg()[0]:.1f}\n", flush=True)
         finally:

@@ -64,7 +64,7 @@ class Ended:
     seconds: float = 0.0
     reason: str = ""
     """Class of the error, one of `observe.REASONS`."""
-    computed: float = field(default=0.0, compare=False)
+    computed: float = 0.0
     """On prefill: when the engine last said that something is ready. CLOCK_MONOTONIC, which one machine's processes share; 0: never."""
     at: float = field(default_factory=time.monotonic, compare=False)
     """When it ended, by the same clock."""

@@ -124,7 +124,7 @@ class Rank:
             if sending is None or sending.handover or end < sending.tokens:
                 continue
             if all(sending.told.get(each) == end for each in self._layers):
-                self._complete(sending, b"")
+                self._tell_end(sending, b"")
 
     def saved_all(self) -> None:
         """The step's forward pass is over."""
@@ -239,9 +239,9 @@ class Rank:
         if sending is None:
             return
         sending.report = True
-        self._complete(sending, b"" if token is None else encode(Handover(token)))
+        self._tell_end(sending, b"" if token is None else encode(Handover(token)))
 
-    def _complete(self, sending: _Out, handover: bytes) -> None:
+    def _tell_end(self, sending: _Out, handover: bytes) -> None:
         if self.out is not None and sending.done is None and not sending.finished:
             sending.finished = True
             self.out.finish(sending.transfer, handover)
