@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import msgspec
@@ -72,6 +73,16 @@ def test_a_cancel_ends_the_transfer_on_both_sides(ends: Ends, side: str) -> None
     assert "not wanted" in ended(ends.into).error or side == "into"
     assert ended(ends.out).error
     assert not ends.into.ended()  # once
+
+
+def test_what_prefill_gave_up_before_decode_asked_for_it_is_not_waited_for(ends: Ends) -> None:
+    ends.out.offer("x", ends.peers, 200)
+    ends.out.cancel("x", "preempted")
+    assert ended(ends.out).error == "preempted"
+    begun = time.monotonic()
+    ends.into.expect("x", ["p.0"], 200, [(list(range(13)), 0)])
+    assert "preempted" in ended(ends.into).error
+    assert time.monotonic() - begun < 4  # an offer that never comes is waited for 5 s
 
 
 def test_nobody_there_is_an_error_and_not_a_wait(ends: Ends) -> None:

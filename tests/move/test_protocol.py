@@ -357,3 +357,23 @@ def test_offers_that_nobody_asked_for_are_forgotten() -> None:
     r.tick(61.0)
     assert r.expect("t", ["p"], 8, PAGES, 61.0) == []
     assert kinds(r.on_message("p", m.Offer("t", 9), 61.0)) == ["Abort", "Failed"]
+
+
+def test_a_transfer_that_prefill_gave_up_before_its_request_came_fails_at_once() -> None:
+    s, d = sender(), receiver(peers=("p", "q"))
+    s.offer("t", ["d"], 8, 0.0)
+    [abort] = said(s.cancel("t", "preempted"))
+    for peer in ("p", "q"):
+        d.on_message(peer, m.Offer("t", 8), 0.0)
+    assert d.on_message("p", abort, 1.0) == []
+    failed = d.expect("t", ["p", "q"], 8, PAGES, 2.0)
+    assert failed == [Failed("t", "preempted", held=False), Send("q", m.Abort("t", "preempted"))]
+    assert d.expect("t", ["p"], 8, PAGES, 3.0) == []  # asked for once more
+    assert kinds(d.on_message("p", m.Offer("t", 8), 3.0)) == ["Grant"]
+
+
+def test_what_prefill_gave_up_may_be_offered_again() -> None:
+    d = receiver()
+    for message in (m.Offer("t", 8), m.Abort("t", "preempted"), m.Offer("t", 8)):
+        assert d.on_message("p", message, 0.0) == []
+    assert kinds(d.expect("t", ["p"], 8, PAGES, 1.0)) == ["Grant"]

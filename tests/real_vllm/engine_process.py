@@ -35,6 +35,7 @@ def main() -> None:
     say(ready=True)
     first: dict[str, float] = {}
     fruitless = False
+    preempted: dict[str, int] = {}
     while True:
         busy = core.scheduler.has_requests()
         try:  # as vLLM's own loop: it waits for requests, and 1 ms for transfers where there is nothing to compute
@@ -63,9 +64,11 @@ def main() -> None:
                 bytes_in=worker.bytes_in if worker else 0, path=worker.last.path if worker and worker.last else "",
                 received=_ended(worker and worker.last), sent=_ended(worker and worker.sent),
                 known=len(connector._schedule._sending) + len(connector._schedule._loading) if connector else 0,
+                preempted=sum(preempted.values()),
             )  # fmt: skip
         outputs = engine.step() if core.scheduler.has_requests() else []
         fruitless = not outputs
+        preempted |= {name: request.num_preemptions for name, request in core.scheduler.requests.items()}
         for output in outputs:
             name = output.request_id
             if output.outputs and output.outputs[0].token_ids:
@@ -74,10 +77,15 @@ def main() -> None:
                 say(
                     done=name, tokens=list(output.outputs[0].token_ids), reason=output.outputs[0].finish_reason,
                     cached=output.num_cached_tokens, first=first.get(name), last=time.monotonic(),
-                    params=output.kv_transfer_params,
+                    params=output.kv_transfer_params, logprobs=_logprobs(output.outputs[0].logprobs),
                 )  # fmt: skip
     engine.engine_core.shutdown()
     say(bye=True)
+
+
+def _logprobs(given: Any) -> list[dict[int, float]]:
+    """Of each token of an answer, what was asked for: token -> its logarithm of probability."""
+    return [{token: each.logprob for token, each in position.items()} for position in given or ()]
 
 
 def _rank(core: Any) -> Any:

@@ -7,11 +7,13 @@ import itertools
 import json
 import os
 import queue
+import random
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -72,21 +74,29 @@ class Engine:
                 raise RuntimeError(f"the engine has ended:\n{self.tail()}")
             self._answers.append(answer_)
 
-    def ask(self, ids: list[int], *, tokens: int = 12, params: dict[str, Any] | None = None, name: str = "") -> str:
-        name = name or f"r{next(self._names)}"
-        self.say(add=name, ids=ids, max_tokens=tokens, params=params)
+    def ask(
+        self, ids: list[int], *, tokens: int = 12, params: dict[str, Any] | None = None, logprobs: int | None = None
+    ) -> str:
+        """Send a request; return its name. `logprobs`: of how many tokens at each position, -1: of all."""
+        name = f"r{next(self._names)}"
+        self.say(add=name, ids=ids, max_tokens=tokens, params=params, logprobs=logprobs)
         return name
 
     def answer(self, name: str) -> dict[str, Any]:
         return self.wait("done", name)
 
+    def answer_alone(self, ids: list[int], *, tokens: int = 12, logprobs: int | None = None) -> dict[str, Any]:
+        """The answer without any transfer, nothing cached."""
+        self.say(reset=1)
+        assert self.wait("reset")["reset"]
+        out = self.answer(self.ask(ids, tokens=tokens, logprobs=logprobs))
+        self.say(reset=1)
+        assert self.wait("reset")["reset"]
+        return out
+
     def alone(self, ids: list[int], *, tokens: int = 12) -> list[int]:
-        """The tokens without any transfer, nothing cached."""
-        self.say(reset=1)
-        assert self.wait("reset")["reset"]
-        out: list[int] = self.answer(self.ask(ids, tokens=tokens))["tokens"]
-        self.say(reset=1)
-        assert self.wait("reset")["reset"]
+        """The tokens of `answer_alone`."""
+        out: list[int] = self.answer_alone(ids, tokens=tokens)["tokens"]
         return out
 
     def stats(self) -> dict[str, Any]:
@@ -97,10 +107,15 @@ class Engine:
     def tail(self) -> str:
         return self.log.read_text(errors="replace")[-6_000:]
 
-    def end(self) -> None:
+    def quit(self) -> None:
+        """Ask it to end; `end` waits for it."""
         if self.process.poll() is None:
             with contextlib.suppress(OSError):
                 self.say(quit=1)
+
+    def end(self) -> None:
+        if self.process.poll() is None:
+            self.quit()
             try:
                 self.process.wait(20)
             except subprocess.TimeoutExpired:
@@ -111,6 +126,29 @@ class Engine:
             if pipe is not None:
                 with contextlib.suppress(OSError):  # what it did not read any more
                     pipe.close()
+
+
+def prompt(seed: int, tokens: int) -> list[int]:
+    rng = random.Random(seed)  # a prompt
+    return [rng.randrange(3, 500) for _ in range(tokens)]
+
+
+def settle(condition: Callable[[], bool], *, limit_s: float = 60) -> None:
+    limit = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < limit, "this should have come to rest"
+        time.sleep(0.05)
+
+
+def at_rest(engine: Engine) -> bool:
+    """Every block but the null block is free, and no transfer known."""
+    stats = engine.stats()
+    return bool(stats["free"] == stats["blocks"] - 1 and stats["known"] == 0)
+
+
+def empty(engine: Engine) -> None:
+    engine.say(reset=1)
+    engine.wait("reset")
 
 
 def free_port() -> int:
@@ -158,17 +196,19 @@ class Pair:
         self.prefill, self.decode, self.port, self.ranks = prefill, decode, port, ranks
         self._names = itertools.count()
 
-    def begin(self, ids: list[int], *, tokens: int = 12) -> tuple[str, str, str]:
+    def begin(self, ids: list[int], *, tokens: int = 12, logprobs: int | None = None) -> tuple[str, str, str]:
         """Send a request to both, as a gateway does; return the transfer's name and both requests'."""
         transfer = f"t{next(self._names)}"
         to = {f"d.{i}": ["127.0.0.1", self.port + i] for i in range(self.ranks[1])}
         come = [f"p.{i}" for i in range(self.ranks[0])]
-        d = self.decode.ask(ids, tokens=tokens, params={"regauge": {"transfer": transfer, "from": come}})
+        d = self.decode.ask(
+            ids, tokens=tokens, params={"regauge": {"transfer": transfer, "from": come}}, logprobs=logprobs
+        )
         p = self.prefill.ask(ids, tokens=1, params={"regauge": {"transfer": transfer, "to": to}})
         return transfer, p, d
 
-    def through(self, ids: list[int], *, tokens: int = 12) -> dict[str, Any]:
-        _, p, d = self.begin(ids, tokens=tokens)
+    def through(self, ids: list[int], *, tokens: int = 12, logprobs: int | None = None) -> dict[str, Any]:
+        _, p, d = self.begin(ids, tokens=tokens, logprobs=logprobs)
         self.prefill.answer(p)
         return self.decode.answer(d)
 
@@ -192,5 +232,7 @@ def pair(model: Path, folder: Path, prefill: dict[str, Any], decode: dict[str, A
             engine.wait("ready", limit_s=START_S)
         yield Pair(engines[0], engines[1], port, ranks=ranks)
     finally:
+        for engine in engines:
+            engine.quit()
         for engine in engines:
             engine.end()

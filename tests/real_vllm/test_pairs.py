@@ -6,41 +6,27 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from engines import Engine, Pair, pair
-from regauge.testing.tiny_models import tiny_model
+from engines import START_S, Engine, Pair, at_rest, config, empty, pair, prompt, settle
+from regauge.testing.tiny_models import VOCABULARY, tiny_model
 
 LENGTHS = (1, 32, 33, 128, 129, 150, 1_000)
 ATTENTION_BYTES = 4 * 4 * 2 * 32 * 4
 """Per token of tiny-llama in fp32: 4 layers, 4 KV heads, K and V of 32 elements."""
+ROUNDING = 1e-3
+"""Of a logprob: vLLM's two kernels for MLA on the same latents, and transformers, were some 1e-5 apart."""
 
 
-def prompt(seed: int, tokens: int) -> list[int]:
-    rng = random.Random(seed)  # a prompt
-    return [rng.randrange(3, 500) for _ in range(tokens)]
-
-
-def settle(condition: Callable[[], bool], *, limit_s: float = 60) -> None:
-    limit = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < limit, "this should have come to rest"
-        time.sleep(0.05)
-
-
-def at_rest(engine: Engine) -> bool:
-    """Every block but the null block is free, and no transfer known."""
-    stats = engine.stats()
-    return stats["free"] == stats["blocks"] - 1 and stats["known"] == 0
-
-
-def empty(engine: Engine) -> None:
-    engine.say(reset=1)
-    engine.wait("reset")
+def distance(a: dict[str, float], b: dict[str, float]) -> float:
+    """The largest difference of a logarithm of probability; both are of the whole vocabulary."""
+    assert len(a) == len(b) == VOCABULARY
+    return max(abs(a[token] - b[token]) for token in a)
 
 
 def pages(block_p: int, block_d: int) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -161,14 +147,29 @@ def test_window_layers_beside_full_ones(tmp_path: Path) -> None:
         settle(lambda: at_rest(both.prefill) and at_rest(both.decode))
 
 
-def test_latents_arrive_whole(tmp_path: Path) -> None:
-    """vLLM's own MLA kernels for prefill and decode differ on the CPU, without any transfer: tokens tell nothing. Digests do."""
-    with pair(tiny_model("tiny-mla"), tmp_path, {}, {}) as both:
+def test_latents_give_the_tokens_and_probabilities_of_no_transfer(tmp_path: Path) -> None:
+    """Decode computes the last prompt token with vLLM's kernel for decode, an engine alone with that for prefill.
+
+    The control is the engine alone that comes to the same prompt by generating its last token: the kernel for decode without a transfer.
+    """
+    with pair(tiny_model("tiny-mla"), tmp_path, {}, {}, max_logprobs=-1) as both:
         for n in (1, 16, 17, 150):
+            generated = both.decode.answer_alone(prompt(n, n - 1), tokens=2, logprobs=-1) if n > 1 else None
+            ids = prompt(n, n) if generated is None else [*prompt(n, n - 1), generated["tokens"][0]]
+            alone = both.decode.answer_alone(ids, logprobs=-1)
             before = both.decode.stats()["bytes_in"]
-            assert both.through(prompt(n, n))["reason"] == "length"
+            answer = both.through(ids, logprobs=-1)
             stats = both.decode.stats()
             assert (stats["path"], stats["bytes_in"] - before) == ("DIRECT", n * 3 * (512 + 64) * 4)
+            assert answer["tokens"] == alone["tokens"], f"{n} tokens"
+            first, second = answer["logprobs"][0], alone["logprobs"][0]
+            control = second if generated is None else generated["logprobs"][1]
+            told = f"pair to alone {distance(first, second):.1g}, to control {distance(first, control):.1g}"
+            print(f"{n} tokens, logprobs: {told}, control to alone {distance(control, second):.1g}")
+            assert max(distance(first, second), distance(first, control), distance(control, second)) <= ROUNDING
+        other = both.decode.answer_alone([ids[0] ^ 1, *ids[1:]], tokens=1, logprobs=-1)["logprobs"][0]
+        print(f"one token of {len(ids)} changed: {distance(other, second):.1g}")
+        assert distance(other, second) > 100 * ROUNDING  # what a latent that is wrong does
         settle(lambda: at_rest(both.prefill) and at_rest(both.decode))
 
 
@@ -218,6 +219,35 @@ def test_wrong_parameters_are_one_requests_error(llama: Path, tmp_path: Path) ->
         bad = both.decode.ask(prompt(1, 40), params={"regauge": {"transfer": "x", "from": []}})
         assert both.decode.answer(bad)["reason"] == "error"
         bad = both.prefill.ask(prompt(1, 40), tokens=1, params={"regauge": {"transfer": "x"}})
-        assert both.prefill.answer(bad)["reason"] == "length"
+        assert both.prefill.answer(bad)["reason"] == "error"  # it could as well be for decode, and is not computed then
+        bad = both.prefill.ask(prompt(1, 40), tokens=1, params={"regauge": {"transfer": "x", "to": {}}})
+        answer = both.prefill.answer(bad)
+        assert answer["reason"] == "length"
+        assert "$.to" in answer["params"]["regauge"]["error"]
         ids = prompt(2, 40)
         assert both.through(ids)["tokens"] == both.decode.alone(ids)
+
+
+@pytest.mark.parametrize("transport", ["shm", "mooncake"])
+def test_over_another_transport(transport: str, llama: Path, tmp_path: Path) -> None:
+    """vLLM's cache is memory of its own, which no transport reaches: chunks go by way of the staging slabs."""
+    if transport == "mooncake":
+        pytest.importorskip("mooncake.engine")
+    with pair(llama, tmp_path, *pages(32, 64), transfer={"transport": transport}) as both:
+        for n in (33, 400):
+            ids = prompt(n, n)
+            want = both.decode.alone(ids)
+            assert both.through(ids)["tokens"] == want, f"{n} tokens"
+            assert both.decode.stats()["path"] == "REMAP"
+        assert both.decode.stats()["bytes_in"] == (33 + 400) * ATTENTION_BYTES
+        settle(lambda: at_rest(both.prefill) and at_rest(both.decode))
+
+
+@pytest.mark.skipif(torch.cpu._is_avx512_supported(), reason="vLLM's CPU backend takes 8-bit caches with AVX-512")
+def test_vllm_refuses_an_eight_bit_cache_on_this_processor(llama: Path, tmp_path: Path) -> None:
+    engine = Engine(config(llama, kv_cache_dtype="fp8_e4m3"), tmp_path / "log")
+    try:
+        with pytest.raises(RuntimeError, match="FP8 KV cache on CPU requires x86 with AVX-512 or AMX"):
+            engine.wait("ready", limit_s=START_S)
+    finally:
+        engine.end()

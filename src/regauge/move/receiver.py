@@ -53,6 +53,8 @@ class Receiver:
         self._inbound: dict[str, _Inbound] = {}
         self._early: dict[tuple[str, str], tuple[int, float]] = {}
         """Offers that came before the request: (peer, transfer) -> tokens, expiry."""
+        self._withdrawn: OrderedDict[tuple[str, str], str] = OrderedDict()
+        """What prefill gave up before the request came: (peer, transfer) -> reason."""
         self._ended: OrderedDict[tuple[str, str], str] = OrderedDict()
         """How transfers ended, for a peer that lost the word: (peer, transfer) -> reason, empty if delivered."""
         self.epoch = 0
@@ -88,22 +90,12 @@ class Receiver:
         return actions
 
     def expect(
-        self,
-        transfer: str,
-        peers: Sequence[str],
-        tokens: int,
-        tables: Sequence[m.Table],
-        now: float,
-        *,
-        first: int = 0,
-        tenant: str = "",
-        due: float | None = None,
-    ) -> list[Action]:
+        self, transfer: str, peers: Sequence[str], tokens: int, tables: Sequence[m.Table], now: float,
+        *, first: int = 0, tenant: str = "", due: float | None = None,
+    ) -> list[Action]:  # fmt: skip
         """A request waits for tokens [first, tokens) from every peer, in leased pages: a table for each state group.
 
-        `tenant` and `due` (by when it should be here) are for flow control.
-
-        Raises ProtocolError for a name in use.
+        `tenant` and `due` (by when it should be here) are for flow control. Raises ProtocolError for a name in use.
         """
         if transfer in self._inbound:
             raise ProtocolError(f"transfer {transfer!r} is expected already")
@@ -112,8 +104,13 @@ class Receiver:
         actions: list[Action] = []
         for peer in peers:
             self._ended.pop((peer, transfer), None)
-            early = self._early.pop((peer, transfer), None)
-            if early is not None and not t.failed:
+        for peer in peers:
+            early, withdrawn = self._early.pop((peer, transfer), None), self._withdrawn.pop((peer, transfer), None)
+            if withdrawn is not None and not t.failed:
+                actions += self._fail(transfer, t, withdrawn, now)
+            elif early is not None and t.failed:
+                actions.append(Send(peer, m.Abort(transfer, t.failed)))
+            elif early is not None:
                 actions += self._offered(transfer, t, t.legs[peer], early[0], now)
         return actions
 
@@ -129,9 +126,11 @@ class Receiver:
                 return self._on_offer(peer, message, now)
             case m.Want() | m.Written() | m.Finish() | m.Renew() | m.Abort() | m.Fenced():
                 t = self._inbound.get(message.transfer)
-                if t is None:
-                    # It has ended here, or was never asked for: a late word about it changes nothing.
-                    self._early.pop((peer, message.transfer), None)
+                if t is None:  # it has ended here, and a late word changes nothing; or nobody has asked for it yet
+                    key = peer, message.transfer
+                    self._early.pop(key, None)
+                    if isinstance(message, m.Abort) and key not in self._ended:
+                        _keep(self._withdrawn, key, message.reason)
                     return []
                 leg = t.legs.get(peer)
                 if leg is None:
@@ -241,6 +240,7 @@ class Receiver:
                 return [Send(peer, m.Abort(name, ended) if ended else m.Commit(name))]
             if len(self._early) >= MAX_EARLY:
                 raise ProtocolError(f"{peer} offers more transfers than anybody asked for")
+            self._withdrawn.pop((peer, name), None)
             self._early[peer, name] = (message.tokens, now + self._offer_s)
             return []
         leg = t.legs.get(peer)
@@ -327,7 +327,7 @@ class Receiver:
         del self._inbound[name]
         actions: list[Action] = []
         for leg in t.legs.values():
-            self._remember(leg.peer, name, "")
+            _keep(self._ended, (leg.peer, name), "")
             if leg.state == "granted":
                 actions.append(Send(leg.peer, m.Commit(name)))
         begun = t.granted_at if t.granted_at is not None else now
@@ -389,10 +389,11 @@ class Receiver:
             return []
         del self._inbound[name]
         for leg in t.legs.values():
-            self._remember(leg.peer, name, t.failed)
+            _keep(self._ended, (leg.peer, name), t.failed)
         return [Released(name)] if released else []
 
-    def _remember(self, peer: str, name: str, reason: str) -> None:
-        self._ended[peer, name] = reason
-        while len(self._ended) > MAX_EARLY:
-            self._ended.popitem(last=False)
+
+def _keep(words: OrderedDict[tuple[str, str], str], key: tuple[str, str], reason: str) -> None:
+    words[key] = reason
+    while len(words) > MAX_EARLY:
+        words.popitem(last=False)

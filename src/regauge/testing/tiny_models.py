@@ -38,7 +38,7 @@ _CHAT: Final = (
     "{{ '<bos>' }}{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
 )
-_FORMAT: Final = 1
+_FORMAT: Final = 2
 """Counts changes of what is written, so that folders of an older one are made anew."""
 _STAMP: Final = "regauge-tiny.json"
 _COMMON: Final[Mapping[str, Any]] = MappingProxyType(
@@ -90,6 +90,15 @@ def _mla(transformers: Any) -> Any:
         "first_k_dense_replace": 3,
         "n_group": 1,
         "topk_group": 1,
+        # As the real ones have it; vLLM 0.32's CPU operation for RoPE without scaling rotates MLA's strided views wrongly.
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 1024,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
     }
     return transformers.DeepseekV2ForCausalLM(transformers.DeepseekV2Config(**_COMMON, **shape))
 

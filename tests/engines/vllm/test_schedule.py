@@ -131,7 +131,8 @@ def test_an_abort_while_loading_is_reported_by_the_workers() -> None:
     [
         ({"transfer": "t", "to": {"d.0": ["10.0.0.2", 0]}}, r"`int` >= 1 - at `\$.to"),
         ({"transfer": "t", "to": {"d.0": ["10.0.0.2", 9000]}, "more": 1}, "unknown field `more`"),
-        ({"to": {}}, "missing required field `transfer`"),
+        ({"to": {"d.0": ["10.0.0.2", 9000]}}, "missing required field `transfer`"),
+        ({"transfer": "t", "to": {}}, r"length >= 1 - at `\$.to"),
         ({"transfer": "t", "from": []}, "length >= 1"),
         ({"transfer": "t"}, "missing required field `from`"),
         ("t", "Expected `object`"),

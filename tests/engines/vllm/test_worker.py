@@ -149,41 +149,6 @@ def test_ends_are_told_once_to_whoever_counts_them(ranks: Ranks) -> None:
     assert ranks.decode.over() == ranks.prefill.over() == []
 
 
-@pytest.mark.parametrize("handover", [False, True])
-def test_decode_has_the_kv_with_the_last_layer_unless_it_wants_the_token(ranks: Ranks, handover: bool) -> None:
-    """Prefill samples, and ends its request, after that."""
-    params = SendParams("t", ranks.to, handover)
-    ranks.expect("r", THEIRS)
-    ranks.prefill.obey(
-        [Offer("q", params, 40), Blocks("q", OWN), Computed("q", (0, 16), cached=True), Computed("q", (16, 40))]
-    )
-    for layer in range(MODEL.num_layers):
-        ranks.prefill.saved(layer)
-    if handover:
-        assert ranks.prefill.results() == ranks.decode.results() == Results(set(), set(), set())
-        ranks.prefill.obey([Finish("q", 7)])
-    until(ranks.decode, lambda _, received, failed: (received, failed) == ({"r"}, set()))
-    assert ranks.decode.last is not None
-    assert (ranks.decode.last.handover != b"") == handover
-    if not handover:
-        while ranks.prefill.sent is None:  # the commit's word comes back
-            assert ranks.prefill.results().sent == set(), "its blocks are the request's until it ends"
-        ranks.prefill.obey([Finish("q", 7)])
-    until(ranks.prefill, lambda sent, *_: sent == {"q"})
-    assert ranks.prefill.sent is not None
-    assert 0 < ranks.prefill.sent.computed < ranks.decode.last.at <= time.monotonic()
-
-
-def test_what_a_broken_forward_pass_leaves_out_is_not_the_end(ranks: Ranks) -> None:
-    """vLLM calls `saved_all` then too."""
-    ranks.expect("r", THEIRS)
-    ranks.prefill.obey([Offer("q", SendParams("t", ranks.to), 40), Blocks("q", OWN), Computed("q", (0, 40))])
-    ranks.prefill.saved(0)
-    ranks.prefill.saved_all()
-    ranks.prefill.obey([Drop("q", "the engine has failed", report=True)])
-    until(ranks.decode, lambda _, received, failed: received == failed == {"r"})
-
-
 def test_what_cannot_come_is_reported_as_received_and_failed(ranks: Ranks) -> None:
     ranks.decode.obey([Fail("r", "no")])
     until(ranks.decode, lambda _, received, failed: received == failed == {"r"})

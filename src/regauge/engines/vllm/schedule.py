@@ -35,7 +35,7 @@ class SendParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a prefill request carries."""
 
     transfer: Name
-    to: dict[Name, tuple[str, Port]]
+    to: Annotated[dict[Name, tuple[str, Port]], msgspec.Meta(min_length=1, max_length=4096)]
     handover: bool = False
 
 
