@@ -1,0 +1,144 @@
+"""What is started for a deployment, and where it is reached; no process is."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from regauge.config import EngineConfig, ServeConfig, ServerConfig, TlsConfig, TransferConfig, VllmConfig, decode
+from regauge.engines.vllm import settings
+from regauge.errors import ConfigError
+from regauge.layout import files
+from regauge.layout.presets import from_short, load_model, with_pages
+from regauge.layout.spec import Layout
+from regauge.serve import wire
+from regauge.serve.launch import DECODE, GATEWAY, PREFILL, Command, Deployment, commands, consecutive_ports
+from regauge.serve.pairing import UNKNOWN
+
+KEY = "ab" * 32
+VLLM = EngineConfig(vllm=VllmConfig(python="/opt/vllm/bin/python", args=["--block-size=32"], ranks=2), threads=3)
+
+
+def layout() -> Layout:
+    return with_pages(from_short("fp32,page=16,nhd", load_model("smollm2-135m-instruct")), 256)
+
+
+def planned(tmp_path: Path, **given: Any) -> tuple[list[Command], wire.GatewaySpec]:
+    config = ServeConfig(**given)
+    deployment = Deployment(
+        config, tmp_path / "model", "m", None,
+        None if config.prefill.vllm else layout(), None if config.decode.vllm else layout(), "127.0.0.1", KEY,
+    )  # fmt: skip
+    started = commands(deployment, tmp_path)
+    assert started[-1].name == GATEWAY
+    return started, wire.read_spec(Path(started[-1].arguments[-1]))
+
+
+def option(command: Command, name: str) -> str:
+    return command.arguments[command.arguments.index(name) + 1]
+
+
+def test_two_vllm_servers_get_what_their_connectors_need(tmp_path: Path) -> None:
+    (d, p, _), gateway = planned(tmp_path, prefill=VLLM, decode=VLLM, transfer=TransferConfig(transport="tcp", lanes=2))
+    assert (d.name, p.name) == (DECODE, PREFILL)
+    for command, role in ((d, "kv_consumer"), (p, "kv_producer")):
+        given = json.loads(option(command, "--kv-transfer-config"))
+        assert (given["kv_role"], given["kv_load_failure_policy"]) == (role, "recompute")
+        read = settings.read(given["kv_connector_extra_config"])
+        assert (read.name, read.model, read.transfer.lanes) == (command.name, "m", 2)
+        assert read.key().hex() == KEY
+        assert command.arguments[:4] == (sys.executable, "-m", "regauge.serve.tied", "/opt/vllm/bin/python")
+        assert command.arguments[-1] == "--block-size=32"
+        assert option(command, "--tensor-parallel-size") == "2"
+        assert command.environment is not None
+        assert command.environment["OMP_NUM_THREADS"] == os.environ.get("OMP_NUM_THREADS", "3")
+    by_role = {address.role: address for address in gateway.workers}
+    decode_settings = settings.read(json.loads(option(d, "--kv-transfer-config"))["kv_connector_extra_config"])
+    first, status = decode_settings.port, decode_settings.status_port
+    assert by_role["decode"].receivers == {f"{DECODE}.{i}": ("127.0.0.1", first + i) for i in range(2)}
+    assert [rank.status for rank in by_role["decode"].ranks] == [f"http://127.0.0.1:{status + i}" for i in range(2)]
+    assert by_role["prefill"].senders == [f"{PREFILL}.0", f"{PREFILL}.1"]
+    assert by_role["prefill"].receivers == {}
+    assert (gateway.verdict.path, gateway.layouts, gateway.key) == (UNKNOWN, {}, KEY)
+
+
+def test_nothing_secret_is_on_a_command_line_or_in_a_repr(tmp_path: Path) -> None:
+    started, gateway = planned(tmp_path, prefill=VLLM, decode=VLLM)
+    for command in started:
+        words = " ".join(command.arguments)
+        assert KEY not in words
+        assert gateway.token not in words
+        assert gateway.token not in repr(command)
+    assert started[0].environment is not None
+    assert started[0].environment["VLLM_API_KEY"] == gateway.token
+    assert gateway.token not in repr(gateway)
+    assert oct((tmp_path / "key").stat().st_mode & 0o777) == "0o600"
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_the_embedded_engine_beside_vllm(tmp_path: Path, side: str) -> None:
+    other = {"prefill": "decode", "decode": "prefill"}[side]
+    started, gateway = planned(tmp_path, **{other: VLLM})
+    name = {"prefill": PREFILL, "decode": DECODE}[side]
+    assert files.decode(gateway.layouts[name], format="json") == layout()
+    spec = msgspec.json.decode(
+        Path(next(c for c in started if c.name == name).arguments[-1]).read_bytes(), type=wire.WorkerSpec
+    )
+    address = next(each for each in gateway.workers if each.name == name)
+    if side == "decode":
+        assert address.receivers == {DECODE: ("127.0.0.1", spec.control_port)}
+    else:  # it links to vLLM's ranks before the first request
+        assert list(spec.peers) == [f"{DECODE}.0", f"{DECODE}.1"]
+
+
+def test_a_server_that_runs_elsewhere_is_only_routed_to(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("secret\n")
+    file = f"""
+[decode.vllm]
+ranks = 2
+server = {{ url = "http://10.0.0.2:8000", name = "d", control = "10.0.0.2:9100", status = "[fd00::2]:9200", token_file = "{tmp_path}/token" }}
+[prefill.vllm]
+"""
+    config = decode(file.encode())
+    (p, _), gateway = planned(tmp_path, prefill=config.prefill, decode=config.decode)
+    assert p.name == PREFILL
+    far = next(address for address in gateway.workers if address.role == "decode")
+    assert (far.name, far.url, far.token) == ("d", "http://10.0.0.2:8000", "secret")
+    assert far.receivers == {"d.0": ("10.0.0.2", 9_100), "d.1": ("10.0.0.2", 9_101)}
+    assert [rank.status for rank in far.ranks] == ["http://[fd00::2]:9200", "http://[fd00::2]:9201"]
+    assert "secret" not in repr(far)
+
+
+def test_status_is_asked_over_tls_where_links_have_it(tmp_path: Path) -> None:
+    tls = TlsConfig(certificate="c", key="k", authority="a")
+    _, gateway = planned(tmp_path, prefill=VLLM, decode=VLLM, transfer=TransferConfig(transport="tcp", tls=tls))
+    assert {rank.status[:8] for address in gateway.workers for rank in address.ranks} == {"https://"}
+
+
+@pytest.mark.parametrize(
+    ("server", "message"),
+    [
+        ({"control": ""}, r"decode.vllm.server.control: give the address"),
+        ({"control": "10.0.0.2"}, r"decode.vllm.server.control '10.0.0.2': give HOST:PORT"),
+        ({"control": "10.0.0.2:0"}, r"give HOST:PORT"),
+        ({"control": "a:1", "token_file": "/none"}, r"decode.vllm.server.token_file '/none'"),
+    ],
+)
+def test_addresses_that_cannot_be_are_named(tmp_path: Path, server: dict[str, str], message: str) -> None:
+    far = EngineConfig(vllm=VllmConfig(server=ServerConfig(url="http://x", name="d", **server)))
+    with pytest.raises(ConfigError, match=message):
+        planned(tmp_path, decode=far)
+
+
+def test_ports_in_a_row_are_free() -> None:
+    first = consecutive_ports("127.0.0.1", 4)
+    socks = [socket.create_server(("127.0.0.1", first + i)) for i in range(4)]
+    for sock in socks:
+        sock.close()
