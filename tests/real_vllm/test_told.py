@@ -78,11 +78,11 @@ def test_both_engines_tell_how_a_transfer_went(told: Told) -> None:
 
 
 def test_why_a_transfer_failed_is_told(told: Told) -> None:
-    name, p, d = "odd", "odd-p", "odd-d"
+    name = "odd"
     ids = [3 + i % 300 for i in range(100)]
     to = {"d.0": ["127.0.0.1", told.port]}
-    told.decode.ask(ids[:90], params={"regauge": {"transfer": name, "from": ["p.0"]}}, name=d)
-    told.prefill.ask(ids, tokens=1, params={"regauge": {"transfer": name, "to": to}}, name=p)
+    d = told.decode.ask(ids[:90], params={"regauge": {"transfer": name, "from": ["p.0"]}})
+    p = told.prefill.ask(ids, tokens=1, params={"regauge": {"transfer": name, "to": to}})
     code, end = told.look(1, f"/transfers/{name}?wait_s=30")
     assert (code, end["reason"]) == (200, "mismatch")
     assert "offers 100 tokens, the request has 90" in end["error"]
