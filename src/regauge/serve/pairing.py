@@ -16,7 +16,7 @@ from regauge.serve.workers import Worker, Workers
 UNKNOWN: Final = "UNKNOWN"
 """Path of a pair whose layouts are not known."""
 REFUSED: Final = "REFUSED"
-_PERIOD_S: Final = 1.0
+_PERIOD_S: Final = 0.1
 
 
 class Pairing:
@@ -33,10 +33,12 @@ class Pairing:
         return self.verdict.path == REFUSED
 
     async def learn(self) -> None:
-        """Ask until the verdict is known, or an engine does not tell its layout."""
+        """Ask until the verdict is known, or an engine has no way to tell its layout."""
         while self.verdict.path == UNKNOWN:
-            layouts = [await self._layout(worker) for worker in self._workers.both()]
-            prefill, decode = layouts
+            for worker in self._workers.both():
+                if worker.client.name not in self._known and worker.up and not await self._ask(worker):
+                    return
+            prefill, decode = (self._known.get(worker.client.name) for worker in self._workers.both())
             if prefill is not None and decode is not None:
                 found = check(prefill, decode)
                 reasons = [str(r) for r in found.refusals] or list(found.reasons)
@@ -46,14 +48,13 @@ class Pairing:
                 return
             await asyncio.sleep(_PERIOD_S)
 
-    async def _layout(self, worker: Worker) -> Layout | None:
-        name = worker.client.name
-        if name not in self._known and worker.up:
-            try:
-                layout = await worker.client.layout()
-            except RegaugeError as error:
-                get_logger().debug("no layout yet", worker=name, **{ERROR: str(error)})
-            else:
-                if layout is not None:
-                    self._known[name] = layout
-        return self._known.get(name)
+    async def _ask(self, worker: Worker) -> bool:
+        """Return whether it has told its layout, or may yet."""
+        try:
+            layout = await worker.client.layout()
+        except RegaugeError as error:
+            get_logger().debug("no layout yet", worker=worker.client.name, **{ERROR: str(error)})
+            return True
+        if layout is not None:
+            self._known[worker.client.name] = layout
+        return layout is not None

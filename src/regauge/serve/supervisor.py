@@ -223,13 +223,13 @@ def base_url(config: ServeConfig) -> str:
 
 
 async def wait_ready(url: str, limit_s: float) -> None:
-    """Wait until `/ready` answers 200. Raises EngineError after `limit_s` seconds."""
+    """Wait until `/ready` says that all is there, and not only enough to answer. Raises EngineError after `limit_s` seconds."""
     try:
         async with asyncio.timeout(limit_s), aiohttp.ClientSession() as session:
             while True:
                 with contextlib.suppress(aiohttp.ClientError, TimeoutError):
                     async with session.get(f"{url}/ready", timeout=aiohttp.ClientTimeout(total=5)) as answer:
-                        if answer.status == 200:
+                        if answer.status == 200 and (await answer.json())["status"] == "ready":
                             return
                 await asyncio.sleep(0.1)
     except TimeoutError:
