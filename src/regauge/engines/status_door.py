@@ -59,7 +59,8 @@ class StatusDoor:
         self._tls = tls.from_config(config.tls)
         self._strangers: dict[RequestHandler, asyncio.TimerHandle] = {}
         """Connections that have not shown the token."""
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._opening: dict[asyncio.Task[None], RequestHandler] = {}
+        """Connections that are being taken over; for a moment they are among the server's, too."""
         self._server: web.Server
         self._door: Door
         self.address: tuple[str, int] = self._home.run(self._open(config.control or config.host, port), START_S)
@@ -84,23 +85,24 @@ class StatusDoor:
 
     async def _close(self) -> None:
         await self._door.close()
-        for task in self._tasks:
+        for task in self._opening:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*self._opening, return_exceptions=True)
         for timer in self._strangers.values():
             timer.cancel()
         await self._server.shutdown(_END_S)
 
     def _let_in(self, sock: socket.socket) -> None:
-        if len(self._server.connections) + len(self._tasks) >= MAX_CONNECTIONS:
+        if len({*self._server.connections, *self._opening.values()}) >= MAX_CONNECTIONS:
             sock.close()
             return
-        task = asyncio.get_running_loop().create_task(self._serve(sock))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        handler = self._server()
+        task = asyncio.get_running_loop().create_task(self._serve(sock, handler))
+        self._opening[task] = handler
+        task.add_done_callback(self._opening.pop)
 
-    async def _serve(self, sock: socket.socket) -> None:
-        loop, handler = asyncio.get_running_loop(), self._server()
+    async def _serve(self, sock: socket.socket, handler: RequestHandler) -> None:
+        loop = asyncio.get_running_loop()
         self._strangers[handler] = loop.call_later(GREET_S, self._cut, handler)
         secure = None if self._tls is None else self._tls.server
         with contextlib.suppress(OSError):  # also where a stranger does not speak TLS, or not in time
