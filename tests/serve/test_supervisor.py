@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import os
 import signal
 import socket
 import sys
@@ -24,7 +25,7 @@ from regauge.layout.presets import from_short, load_model
 from regauge.plan import quality
 from regauge.serve import wire
 from regauge.serve.launch import Command, free_ports
-from regauge.serve.supervisor import Supervisor, base_url, cause, describe, plan_deployment
+from regauge.serve.supervisor import Child, Supervisor, base_url, cause, describe, plan_deployment
 
 CONFIG = {
     "num_hidden_layers": 2,
@@ -186,6 +187,32 @@ async def test_everything_is_ended_though_nobody_reads_what_is_said(
         child.process is not None and child.process.returncode is not None for child in supervisor.children.values()
     )
     assert list((tmp_path / "own").iterdir()) == []
+
+
+FAMILY = """
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import signal, time; signal.signal(15, lambda *_: None); print('up', flush=True); time.sleep(60)"])
+time.sleep(60)
+"""
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("how", ["stop", "death"])
+async def test_what_a_process_leaves_behind_is_ended(how: str) -> None:
+    """As vLLM's engine is by a server that dies while it starts. Its output ends when the last of them has."""
+    out, into = os.pipe()
+    child = Child(Command("x", ()))
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", FAMILY, stdout=into, start_new_session=True)
+    child.process = process
+    os.close(into)
+    with os.fdopen(out, "rb") as reader:
+        assert await asyncio.to_thread(reader.readline) == b"up\n"
+        if how == "stop":
+            await asyncio.wait_for(child.stop(), 30)
+        else:
+            process.kill()
+            assert await asyncio.wait_for(child.wait(), 30) == -signal.SIGKILL
+        assert await asyncio.wait_for(asyncio.to_thread(reader.read), 30) == b""
 
 
 def read_specs(supervisor: Supervisor) -> list[wire.WorkerSpec]:

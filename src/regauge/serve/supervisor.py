@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import secrets
 import shutil
 import signal
@@ -61,17 +62,30 @@ class Child:
             *self.command.arguments, env=self.command.environment, start_new_session=True
         )
 
+    async def wait(self) -> int:
+        """Wait until it has ended, and end what it has left: a vLLM server that dies leaves its engine, and that keeps its ports.
+
+        Returns its exit code, negative for a signal. Raises EngineError where it was never started.
+        """
+        if self.process is None:
+            raise EngineError(f"{self.name} was not started")
+        code = await self.process.wait()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)  # its session is its own
+        return code
+
     async def stop(self) -> None:
         """End it: SIGTERM, and SIGKILL after STOP_S."""
-        if self.process is None or self.process.returncode is not None:
+        if self.process is None:
             return
-        self.process.terminate()
+        if self.process.returncode is None:
+            self.process.terminate()
         try:
             async with asyncio.timeout(STOP_S):
-                await self.process.wait()
+                await self.wait()
         except TimeoutError:
             self.process.kill()
-            await self.process.wait()
+            await self.wait()
 
 
 def plan_deployment(config: ServeConfig, say: Say) -> Deployment:
@@ -185,7 +199,7 @@ class Supervisor:
 
     async def _watch(self) -> None:
         """Restart workers that die; return when the gateway dies, or a worker too often."""
-        waits = {asyncio.create_task(self._wait(child)): child for child in self.children.values()}
+        waits = {asyncio.create_task(child.wait()): child for child in self.children.values()}
         while True:
             done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
@@ -198,13 +212,7 @@ class Supervisor:
                     return
                 self._say(f"{child.name} is started again")
                 await child.start()
-                waits[asyncio.create_task(self._wait(child))] = child
-
-    @staticmethod
-    async def _wait(child: Child) -> int:
-        if child.process is None:
-            raise EngineError(f"{child.name} was not started")
-        return await child.process.wait()
+                waits[asyncio.create_task(child.wait())] = child
 
 
 def cause(code: int) -> str:
