@@ -4,9 +4,10 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 VLLM := .venv-vllm
+SGLANG := .venv-sglang
 ARGS ?=
 
-.PHONY: serve test test-planes test-transports test-vllm bench bench-vllm gpu check format clean
+.PHONY: serve test test-planes test-transports test-vllm test-sglang bench bench-vllm gpu check format clean
 
 serve: $(READY)  ## a real small model, served across a prefill and a decode process
 	$(BIN)/regauge serve $(ARGS)
@@ -22,6 +23,9 @@ test-transports: $(VENV)/.transports  ## Mooncake and NIXL over tcp: two wheels 
 
 test-vllm: $(VLLM)/.ready  ## real vLLM on the CPU, in an environment of its own: 5 GiB, the first time some 10 minutes
 	$(VLLM)/bin/python -m pytest tests/engines/vllm tests/real_vllm $(ARGS)
+
+test-sglang: $(SGLANG)/.ready  ## real SGLang on the CPU, in an environment of its own: 3 GiB, the first time some 10 minutes
+	$(SGLANG)/bin/python -m pytest tests/engines/sglang tests/real_sglang $(ARGS)
 
 bench: $(READY)  ## every measured claim, in some hours; for the whole table of docs/numerics.md: regauge bench accuracy --matrix (30 minutes)
 	$(BIN)/python bench/kernels.py --torch
@@ -55,7 +59,7 @@ format: $(READY)
 	$(BIN)/ruff check --fix
 
 clean:
-	rm -rf build $(VENV) $(VLLM)
+	rm -rf build $(VENV) $(VLLM) $(SGLANG)
 
 $(READY): pyproject.toml CMakeLists.txt $(wildcard native/*)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "regauge needs Python 3.11 or newer: make PYTHON=python3.12 ...")'
@@ -74,4 +78,10 @@ $(VLLM)/.ready: pyproject.toml scripts/install-vllm scripts/install-transports C
 	@echo "setting up $(VLLM): the first time takes some minutes"
 	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
 	scripts/install-vllm $(VLLM)/bin/python
+	@touch $@
+
+$(SGLANG)/.ready: pyproject.toml scripts/install-sglang scripts/install-transports CMakeLists.txt $(wildcard native/*)
+	@echo "setting up $(SGLANG): the first time takes some minutes"
+	test -x $(SGLANG)/bin/python || $(PYTHON) -m venv $(SGLANG)
+	scripts/install-sglang $(SGLANG)/bin/python
 	@touch $@
