@@ -22,7 +22,7 @@ test-transports: $(VENV)/.transports  ## Mooncake and NIXL over tcp: two wheels 
 	$(BIN)/python -m pytest tests/transports $(ARGS)
 
 test-vllm: $(VLLM)/.ready  ## real vLLM on the CPU, in an environment of its own: 5 GiB, the first time some 10 minutes
-	$(VLLM)/bin/python -m pytest tests/engines/vllm tests/real_vllm $(ARGS)
+	$(VLLM)/bin/python -m pytest -rs tests/engines/vllm tests/real_vllm $(ARGS)
 
 test-sglang: $(SGLANG)/.ready  ## real SGLang on the CPU, in an environment of its own: 3 GiB, the first time some 10 minutes
 	$(SGLANG)/bin/python -m pytest tests/engines/sglang tests/real_sglang $(ARGS)

@@ -15,8 +15,8 @@ from regauge.cli_top import plain
 from regauge.cli_top_view import POOL_BAR, duration, render, share, size
 from regauge.move.flow_types import LinkState as NicState
 from regauge.move.protocol import LegState, TransferState
-from regauge.move.state import LinkState, PoolState, Totals
-from regauge.serve.debug import Hidden, Overview, WorkerState, WorkerView
+from regauge.move.state import Hidden, LinkState, PoolState, Totals, WorkerState
+from regauge.serve.debug import Overview, WorkerView
 
 SINCE = datetime(2030, 1, 2, 3, 4, 5, tzinfo=UTC)
 

@@ -118,7 +118,7 @@ def run(options: argparse.Namespace) -> int:
     """Show one look, or go on showing until Ctrl-C. Raises ConfigError, PeerLost, ProtocolError."""
     if not options.interval >= MIN_INTERVAL_S or options.interval == float("inf"):
         raise ConfigError(f"--interval {options.interval}: give at least {MIN_INTERVAL_S} seconds")
-    from regauge.serve.debug import MAX_SHOWN
+    from regauge.move.state import MAX_SHOWN
 
     if not 1 <= options.limit <= MAX_SHOWN:
         raise ConfigError(f"--limit {options.limit}: give 1 to {MAX_SHOWN}")

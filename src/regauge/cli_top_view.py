@@ -14,8 +14,8 @@ from rich.text import Text
 from regauge.cli_top import plain
 from regauge.move.flow_types import LinkState as NicState
 from regauge.move.protocol import LegState, TransferState
-from regauge.move.state import LinkState, PoolState, Totals
-from regauge.serve.debug import Overview, WorkerState, WorkerView
+from regauge.move.state import LinkState, PoolState, Totals, WorkerState
+from regauge.serve.debug import Overview, WorkerView
 
 BAR: Final = 12
 """Characters of a progress bar."""

@@ -69,6 +69,10 @@ class VllmConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Tensor-parallel size."""
     server: ServerConfig | None = None
 
+    def __post_init__(self) -> None:
+        if self.server is not None and (self.python or self.args):
+            raise ConfigError("vllm.server: is started by somebody else: leave out python and args, or server")
+
 
 class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How one worker's engine runs."""
@@ -267,6 +271,10 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     transfer: TransferConfig = TransferConfig()
     limits: LimitsConfig = LimitsConfig()
     quality: QualityConfig = QualityConfig()
+
+    def engine(self, role: Role) -> EngineConfig:
+        """Return how the worker of a role runs."""
+        return self.prefill if role == "prefill" else self.decode
 
 
 def load(path: Path) -> ServeConfig:

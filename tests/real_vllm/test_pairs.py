@@ -232,7 +232,9 @@ def test_wrong_parameters_are_one_requests_error(llama: Path, tmp_path: Path) ->
 def test_over_another_transport(transport: str, llama: Path, tmp_path: Path) -> None:
     """vLLM's cache is memory of its own, which no transport reaches: chunks go by way of the staging slabs."""
     if transport == "mooncake":
-        pytest.importorskip("mooncake.engine")
+        pytest.importorskip(
+            "mooncake.engine", reason="Mooncake is not installed here: scripts/install-transports says why"
+        )
     with pair(llama, tmp_path, *pages(32, 64), transfer={"transport": transport}) as both:
         for n in (33, 400):
             ids = prompt(n, n)

@@ -22,10 +22,9 @@ from hypothesis import settings
 
 from regauge.config import LimitsConfig, Role, ServeConfig
 from regauge.move.protocol import TransferState
-from regauge.move.state import LinkState, PoolState, Totals
+from regauge.move.state import LinkState, PoolState, Totals, WorkerState, bounded, shown
 from regauge.observe import Metrics
 from regauge.serve import wire
-from regauge.serve.debug import WorkerState, bounded, shown
 from regauge.serve.gateway import Server, build_app, listen
 from regauge.serve.text import Tokenizer
 from regauge.serve.workers import HealthPolicy, Workers

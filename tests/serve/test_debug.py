@@ -12,8 +12,8 @@ from serve_rig import Rig, open_rig
 
 from regauge.errors import ProtocolError
 from regauge.move.protocol import LegState, TransferState
-from regauge.move.state import LinkState, SessionState, Totals
-from regauge.serve.debug import MAX_SHOWN, SHOWN, Hidden, Overview, WorkerState, bounded, is_loopback, shown
+from regauge.move.state import MAX_SHOWN, SHOWN, Hidden, LinkState, SessionState, Totals, WorkerState, bounded, shown
+from regauge.serve.debug import Overview, is_loopback
 from regauge.serve.gateway import Server
 from regauge.serve.text import Tokenizer
 

@@ -116,6 +116,11 @@ server = {{ url = "http://10.0.0.2:8000", name = "d", control = "10.0.0.2:9100",
     assert "secret" not in repr(far)
 
 
+def test_what_is_started_elsewhere_is_not_started_here() -> None:
+    with pytest.raises(ConfigError, match="leave out python and args"):
+        VllmConfig(args=["--block-size=32"], server=ServerConfig(url="http://x", name="d"))
+
+
 def test_status_is_asked_over_tls_where_links_have_it(tmp_path: Path) -> None:
     tls = TlsConfig(certificate="c", key="k", authority="a")
     _, gateway = planned(tmp_path, prefill=VLLM, decode=VLLM, transfer=TransferConfig(transport="tcp", tls=tls))

@@ -64,6 +64,21 @@ def probe(cache: Cache, declared: Layout | None = None, *, layers: Sequence[int]
     return verify(layout, values, Memory.of(_rounds(cache, layout, values), values.rounds))
 
 
+def require(cache: Cache, what: str) -> None:
+    """Check a cache against its own declaration, and leave it zeroed. Raises EngineError that names `what` and the first element elsewhere."""
+    verdict = probe(cache)
+    cache.fill(0)
+    if not verdict.verified:
+        found = verdict.first or "; ".join(map(str, verdict.strays))
+        raise EngineError(f"{what} does not lie as its preset declares, and is refused: {found}")
+
+
+def slots(pages: npt.NDArray[np.int64], page_size: int, tokens: int) -> npt.NDArray[np.int64]:
+    """Return the engine's slot numbers, int64[tokens], of tokens that lie one after another in these pages."""
+    numbers = np.arange(tokens)
+    return pages[numbers // page_size] * page_size + numbers % page_size
+
+
 def _rounds(cache: Cache, layout: Layout, values: pattern.Pattern) -> Iterator[Mapping[str, Bytes]]:
     """Write round by round; what is read after each is gone when the next begins."""
     for step in range(values.rounds):

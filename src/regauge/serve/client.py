@@ -11,9 +11,9 @@ import aiohttp
 import msgspec
 
 from regauge.errors import ProtocolError
+from regauge.move.state import WorkerState
 from regauge.serve import wire
 from regauge.serve.connection import Connection, WorkerError, WorkerLost
-from regauge.serve.debug import WorkerState
 
 ABORT_S: Final = 2.0
 

@@ -20,8 +20,8 @@ import msgspec
 from regauge.config import Role
 from regauge.errors import ProtocolError, RegaugeError
 from regauge.layout.spec import Layout
+from regauge.move.state import WorkerState
 from regauge.serve import wire
-from regauge.serve.debug import WorkerState
 
 CONNECT_S: Final = 2.0
 """Most seconds for a connection to be made: workers are near."""

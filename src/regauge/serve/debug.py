@@ -11,9 +11,7 @@ from datetime import datetime
 import msgspec
 
 from regauge.config import Role
-from regauge.move.state import MAX_SHOWN, SHOWN, Hidden, WorkerState, bounded, shown
-
-__all__ = ["MAX_SHOWN", "SHOWN", "Hidden", "Overview", "WorkerState", "WorkerView", "bounded", "is_loopback", "shown"]
+from regauge.move.state import WorkerState
 
 
 class WorkerView(msgspec.Struct, frozen=True):

@@ -19,10 +19,11 @@ from starlette.routing import Route
 from regauge import __version__
 from regauge.config import ServeConfig
 from regauge.errors import ProtocolError
+from regauge.move.state import shown
 from regauge.observe import Metrics, get_logger
 from regauge.serve import wire
 from regauge.serve.answer import JSON, SLOW_READER_S, Answer, House
-from regauge.serve.debug import Overview, is_loopback, shown
+from regauge.serve.debug import Overview, is_loopback
 from regauge.serve.openai import (
     COMPLETION_MAX_TOKENS,
     SERVER_ERROR,

@@ -78,7 +78,7 @@ def commands(deployment: Deployment, folder: Path, *, log_json: bool = False) ->
     roles: tuple[tuple[str, Role, Layout | None], ...] = ((DECODE, "decode", d.decode), (PREFILL, "prefill", d.prefill))
     *ports, control = free_ports(wire.WORKER_HOST, wire.WORKER_HOST, d.control)
     for (name, role, layout), port in zip(roles, ports, strict=True):
-        engine = _engine(d.config, role)
+        engine = d.config.engine(role)
         if engine.vllm is not None and engine.vllm.server is not None:
             address = _elsewhere(role, engine.vllm.server, engine.vllm.ranks, secure=d.config.transfer.tls is not None)
         elif engine.vllm is not None:
@@ -104,10 +104,6 @@ def commands(deployment: Deployment, folder: Path, *, log_json: bool = False) ->
     )  # fmt: skip
     started.append(_module("regauge.serve.gateway", GATEWAY, _write(folder, GATEWAY, gateway)))
     return started
-
-
-def _engine(config: ServeConfig, role: Role) -> EngineConfig:
-    return config.prefill if role == "prefill" else config.decode
 
 
 def _module(module: str, name: str, spec: Path) -> Command:

@@ -22,12 +22,11 @@ from regauge.engines import status
 from regauge.engines.vllm.schedule import PARAMS
 from regauge.errors import ProtocolError, RegaugeError
 from regauge.layout.spec import Layout
-from regauge.move.state import Totals
+from regauge.move.state import Totals, WorkerState
 from regauge.observe import ERROR, WORKER, get_logger
 from regauge.plan.cost import Mode
 from regauge.serve import wire
 from regauge.serve.connection import Connection, Reply, WorkerError, WorkerLost
-from regauge.serve.debug import WorkerState
 
 COMPLETIONS: Final = "/v1/completions"
 HEALTH: Final = "/health"
@@ -42,7 +41,6 @@ _CODES: Final[Mapping[int, wire.Code]] = {400: "bad_request", 401: "unauthorized
 
 
 class _Logprobs(msgspec.Struct, frozen=True):
-    tokens: list[str] = []
     token_logprobs: list[float | None] = []
     top_logprobs: list[dict[str, float] | None] | None = None
 
@@ -58,13 +56,11 @@ class _Details(msgspec.Struct, frozen=True):
 
 
 class _Usage(msgspec.Struct, frozen=True):
-    prompt_tokens: int = 0
     prompt_tokens_details: _Details | None = None
 
 
 class _Problem(msgspec.Struct, frozen=True):
     message: str = ""
-    code: int | str | None = None
 
 
 class _Answer(msgspec.Struct, frozen=True):

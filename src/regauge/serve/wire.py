@@ -5,7 +5,7 @@
 | `GET /health` | both | - | `Health` |
 | `POST /internal/generate` | decode | `Generate` | 200, then one `Event` a line (NDJSON) |
 | `POST /internal/prefill` | prefill | `Prefill` | 200 and `Prefilled`, once the KV cache is committed |
-| `GET /debug/transfers?limit=N` | both | - | `debug.WorkerState` |
+| `GET /debug/transfers?limit=N` | both | - | `WorkerState` |
 | `DELETE /internal/requests/{request_id}` | both | - | 200 and `Aborted`; pages are freed |
 
 An error before the first byte of an answer is an `ErrorEvent` under the HTTP status that `STATUS` gives for
@@ -189,7 +189,7 @@ class WorkerAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     role: Role
     url: str
     ranks: list[RankAddress] = []
-    """Of the engine, in order; none: one that is called like the worker."""
+    """Of the engine, in order."""
     engine: EngineName = "local"
     token: str = ""
     """Bearer token that this worker wants; empty: that of the others."""
@@ -197,7 +197,7 @@ class WorkerAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def senders(self) -> list[str]:
         """Names of the ranks of a prefill worker."""
-        return [rank.name for rank in self.ranks] or [self.name]
+        return [rank.name for rank in self.ranks]
 
     @property
     def receivers(self) -> dict[str, tuple[str, Port]]:

@@ -36,8 +36,8 @@ from regauge.move.outgoing import Outgoing
 from regauge.move.pages import PagePool
 from regauge.move.protocol import TransferState
 from regauge.move.rails import Rails
-from regauge.move.state import LinkState, Totals, pool_states, session_states
-from regauge.serve import debug, wire
+from regauge.move.state import LinkState, Totals, WorkerState, bounded, pool_states, session_states
+from regauge.serve import wire
 from regauge.serve.admission import Admission
 from regauge.serve.quality_gate import judge
 
@@ -57,7 +57,7 @@ class Worker(abc.ABC):
 
     def __init__(self, spec_: wire.WorkerSpec, memory: Memory, model: LocalModel, rails: Rails) -> None:
         self.spec = spec_
-        self.engine_config = spec_.config.prefill if spec_.role == "prefill" else spec_.config.decode
+        self.engine_config = spec_.config.engine(spec_.role)
         group = memory.layout.groups[0]
         self.pool = PagePool(group.pages, group.page_size)
         self.admission = Admission(self.pool)
@@ -138,13 +138,13 @@ class Worker(abc.ABC):
         """Describe what flow control knows of each receiving NIC."""
         return []
 
-    def debug(self, limit: int) -> debug.WorkerState:
+    def debug(self, limit: int) -> WorkerState:
         """Return what `/debug/transfers` shows, at most `limit` of each kind of thing."""
         transfers, links = self.transfers()
-        state = debug.WorkerState(
+        state = WorkerState(
             self.spec.name, self.spec.role, os.getpid(), time.monotonic(), transfers, links, pool_states([self.pool]),
             session_states(self.rails), self.totals(), self.nics())  # fmt: skip
-        return debug.bounded(state, limit)
+        return bounded(state, limit)
 
     async def close(self) -> None:
         """End all jobs, then the engine."""
@@ -208,10 +208,8 @@ class DecodeWorker(Worker):
                 wire.TransferEvent(arrived.path, arrived.mode, arrived.wire_bytes, len(pages), arrived.seconds)
             )
             events.put_nowait(wire.TokenEvent(first.token, first.logprob, first.top))
-            count, reason = (
-                1,
-                first.finish_reason or self.scheduler.ends(body.sampling, first.token, prompt=prompt, generated=1),
-            )
+            count = 1
+            reason = first.finish_reason or self.scheduler.ends(body.sampling, first.token, prompt=prompt, generated=1)
             if reason is None:
                 count, reason = await self._decode(body, first, pages, events)
             final: Any = reason

@@ -26,10 +26,10 @@ from regauge.engines.local.kv import allocate
 from regauge.engines.local.model import LocalModel
 from regauge.errors import ConfigError, PeerLost, ProtocolError, RegaugeError
 from regauge.layout import files
+from regauge.move.state import shown
 from regauge.move.transports import open_rails
 from regauge.observe import setup_logging
 from regauge.serve import wire
-from regauge.serve.debug import shown
 from regauge.serve.gateway import listen
 from regauge.serve.tied import die_with_parent
 from regauge.serve.worker import DecodeWorker, PrefillWorker

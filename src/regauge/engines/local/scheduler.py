@@ -78,7 +78,6 @@ class _Running:
 
     request: Request
     sampler: Sampler
-    stops: frozenset[int]
     tokens: list[int]
     computed: int
     sampled: bool = field(init=False)
@@ -137,7 +136,6 @@ class Scheduler:
         entry = _Running(
             request=request,
             sampler=Sampler(request.sampling, generated=request.generated),
-            stops=self.stops(request.sampling),
             tokens=[*request.token_ids, *request.generated],
             computed=request.computed,
         )
@@ -207,7 +205,7 @@ class Scheduler:
         """Sample the next token of an entry whose text so far is computed."""
         sampling, index = entry.request.sampling, entry.generated
         try:
-            chosen = entry.sampler.sample(logits, entry.stops if index < sampling.min_tokens else ())
+            chosen = entry.sampler.sample(logits, self.stops(sampling) if index < sampling.min_tokens else ())
         except EngineError as error:
             return self._failed(entry, str(error), error)
         entry.tokens.append(chosen.token)

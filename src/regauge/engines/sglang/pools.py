@@ -19,7 +19,7 @@ import torch
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
-from regauge.engines.probe import probe, storage_bytes
+from regauge.engines.probe import require, slots, storage_bytes
 from regauge.errors import EngineError
 from regauge.layout.engines import Flags, engine_layout
 from regauge.layout.probe.codes import Bytes, Floats
@@ -175,14 +175,13 @@ class SglangCache:
         del kind  # a layer keeps one
         part = self._parts[layer]
         size = part.pool.page_size  # SGLang's own, whatever the layout says
-        numbers = np.arange(len(next(iter(values.values()))))
-        slots = torch.from_numpy(pages[numbers // size] * size + numbers % size)
+        at = torch.from_numpy(slots(pages, size, len(next(iter(values.values())))))
         given = {key: torch.from_numpy(np.ascontiguousarray(v)).to(part.pool.dtype) for key, v in values.items()}
         if part.latent:
             k, v = torch.cat([given["latent"], given["rope"]], dim=-1), given["latent"]
         else:
             k, v = given["k"], given["v"]
-        where = KVWriteLoc(slots, swa_loc=slots) if type(self._pool) is SWAKVPool else slots
+        where = KVWriteLoc(at, swa_loc=at) if type(self._pool) is SWAKVPool else at
         self._pool.set_kv_buffer(SimpleNamespace(layer_id=layer), where, k, v)
 
     def read(self) -> Mapping[str, Bytes]:
@@ -200,9 +199,4 @@ def verify(layout: Layout, pool: Any) -> None:
 
     Raises EngineError saying what lies elsewhere.
     """
-    cache = SglangCache(layout, pool)
-    verdict = probe(cache)
-    cache.fill(0)
-    if not verdict.verified:
-        found = verdict.first or "; ".join(map(str, verdict.strays))
-        raise EngineError(f"SGLang's pool does not lie as its preset declares, and is refused: {found}")
+    require(SglangCache(layout, pool), "SGLang's pool")

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from regauge.engines.probe import probe, storage_bytes
+from regauge.engines.probe import require, slots, storage_bytes
 from regauge.errors import EngineError
 from regauge.layout.engines import Flags, engine_layout
 from regauge.layout.probe.codes import Bytes, Floats
@@ -125,10 +125,9 @@ class VllmCache:
         del kind  # a layer keeps one
         tensor = self._tensors[layer]
         size = tensor.shape[-2]  # vLLM's own block size, whatever the layout says
-        numbers = np.arange(len(next(iter(values.values()))))
-        slots = torch.from_numpy(pages[numbers // size] * size + numbers % size)
+        where = torch.from_numpy(slots(pages, size, len(next(iter(values.values())))))
         given = {key: torch.from_numpy(np.ascontiguousarray(v)).to(tensor.dtype) for key, v in values.items()}
-        self._write(self._names[layer], given, slots)
+        self._write(self._names[layer], given, where)
 
     def read(self) -> Mapping[str, Bytes]:
         """Return the probed blocks of every layer, in place."""
@@ -147,14 +146,7 @@ def verify(
     `names`: the layers of each KV cache group. Raises EngineError saying what lies elsewhere.
     """
     for index, own in enumerate(names):
-        cache = VllmCache(layout, index, own, tensors, write)
-        verdict = probe(cache)
-        cache.fill(0)
-        if not verdict.verified:
-            found = verdict.first or "; ".join(map(str, verdict.strays))
-            raise EngineError(
-                f"vLLM's KV cache (group {index}) does not lie as its preset declares, and is refused: {found}"
-            )
+        require(VllmCache(layout, index, own, tensors, write), f"vLLM's KV cache (group {index})")
 
 
 def _own_regions(group: Group, index: int) -> Group:
