@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from regauge.config import EngineConfig, ServeConfig, ServerConfig, TlsConfig, TransferConfig, VllmConfig, decode
-from regauge.engines.vllm import settings
+from regauge.engines import settings
 from regauge.errors import ConfigError
 from regauge.layout import files
 from regauge.layout.presets import from_short, load_model, with_pages
@@ -51,7 +51,7 @@ def test_two_vllm_servers_get_what_their_connectors_need(tmp_path: Path) -> None
     for command, role in ((d, "kv_consumer"), (p, "kv_producer")):
         given = json.loads(option(command, "--kv-transfer-config"))
         assert (given["kv_role"], given["kv_load_failure_policy"]) == (role, "recompute")
-        read = settings.read(given["kv_connector_extra_config"])
+        read = settings.read(given["kv_connector_extra_config"], "given")
         assert (read.name, read.model, read.transfer.lanes) == (command.name, "m", 2)
         assert read.key().hex() == KEY
         assert command.arguments[:4] == (sys.executable, "-m", "regauge.serve.tied", "/opt/vllm/bin/python")
@@ -60,7 +60,7 @@ def test_two_vllm_servers_get_what_their_connectors_need(tmp_path: Path) -> None
         assert command.environment is not None
         assert command.environment["OMP_NUM_THREADS"] == os.environ.get("OMP_NUM_THREADS", "3")
     by_role = {address.role: address for address in gateway.workers}
-    decode_settings = settings.read(json.loads(option(d, "--kv-transfer-config"))["kv_connector_extra_config"])
+    decode_settings = settings.read(json.loads(option(d, "--kv-transfer-config"))["kv_connector_extra_config"], "given")
     first, status = decode_settings.port, decode_settings.status_port
     assert by_role["decode"].receivers == {f"{DECODE}.{i}": ("127.0.0.1", first + i) for i in range(2)}
     assert [rank.status for rank in by_role["decode"].ranks] == [f"http://127.0.0.1:{status + i}" for i in range(2)]

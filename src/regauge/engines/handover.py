@@ -17,6 +17,8 @@ class Handover(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Why the answer ends with this token, where prefill knows that it does."""
     logprob: float | None = None
     top: list[tuple[int, float]] | None = None
+    cached: tuple[int, int, int] | None = None
+    """Prompt tokens that prefill had in its cache: on the device, in host memory, in storage."""
 
 
 def encode(handover: Handover) -> bytes:

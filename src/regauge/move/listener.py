@@ -225,14 +225,12 @@ class Listener:
             with self._lock:
                 self._strangers.discard(sock)
                 self._threads.discard(threading.current_thread())
-                mine = [each for each in self._sessions.values() if each.sock is sock]
-                for each in mine:
+                sock.close()
+                for each in [each for each in self._sessions.values() if each.sock is sock]:
                     del self._sessions[each.session, each.lane]
                     if not each.proven:
                         self._doubtful.setdefault(each.session, []).append(each)
-            sock.close()
-            for each in mine:
-                each.ended.set()
+                    each.ended.set()  # under the lock: a session that is no longer listed has ended
 
     def _greet(self, sock: socket.socket) -> Session | None:
         deadline = time.monotonic() + HELLO_DEADLINE_S

@@ -27,9 +27,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.request import RequestStatus
 
+from regauge.engines import settings
 from regauge.engines.bridge import ReceivingEnd, SendingEnd
 from regauge.engines.status_door import StatusDoor
-from regauge.engines.vllm import cache, settings
+from regauge.engines.vllm import cache
 from regauge.engines.vllm.metrics import PromMetrics, Stats
 from regauge.engines.vllm.schedule import PARAMS, BlockIds, Command, Schedule, Step
 from regauge.engines.vllm.worker import Rank
@@ -61,7 +62,7 @@ class RegaugeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         _check_version()
         self._config, self._kv = vllm_config, kv_cache_config
         transfer = vllm_config.kv_transfer_config
-        self._settings = settings.read(transfer.kv_connector_extra_config)
+        self._settings = settings.read(transfer.kv_connector_extra_config, "kv_connector_extra_config")
         parallel = vllm_config.parallel_config
         if parallel.pipeline_parallel_size > 1 or getattr(parallel, "decode_context_parallel_size", 1) > 1:
             raise ConfigError(

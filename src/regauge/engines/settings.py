@@ -1,4 +1,4 @@
-"""What a user gives the connector in `kv_connector_extra_config`."""
+"""What a user gives the adapter of an engine that has an API of its own: vLLM's in `kv_connector_extra_config`, SGLang's in a file."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from typing import Annotated, Any
 
 import msgspec
 
+from regauge import toml
 from regauge.config import TransferConfig
 from regauge.errors import ConfigError
 from regauge.move.auth import load_key
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`kv_connector_extra_config`; unknown keys are refused."""
+    """One engine's; unknown keys are refused."""
 
     name: Annotated[str, msgspec.Meta(min_length=1, max_length=100, pattern=r"^[A-Za-z0-9_-]+$")]
     """Of this engine, as the gateway and its peers know it. Its ranks are `NAME.0`, `NAME.1`, ..."""
@@ -33,22 +34,30 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Read the pre-shared key. Raises ConfigError as `load_key`."""
         path = self.transfer.key_file
         if not path:
-            raise ConfigError("kv_connector_extra_config.transfer.key_file: give the file with the pre-shared key")
+            raise ConfigError("transfer.key_file: give the file with the pre-shared key")
         return load_key(Path(path))
 
     def ports(self, rank: int) -> tuple[int, int]:
         """Return a rank's control and status port, 0 for one that is not given. Raises ConfigError for one that cannot be."""
         for name, first in (("port", self.port), ("status_port", self.status_port)):
             if first and first + rank > 65_535:
-                raise ConfigError(
-                    f"kv_connector_extra_config.{name}: {first} leaves no port for rank {rank}; choose a lower one"
-                )
+                raise ConfigError(f"{name}: {first} leaves no port for rank {rank}; choose a lower one")
         return self.port and self.port + rank, self.status_port and self.status_port + rank
 
 
-def read(given: Mapping[str, Any]) -> Settings:
-    """Check what was given. Raises ConfigError that names the field."""
+def read(given: Mapping[str, Any], where: str) -> Settings:
+    """Check what was given at `where`. Raises ConfigError that names the field."""
     try:
         return msgspec.convert(dict(given), Settings)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"kv_connector_extra_config: {error}") from error
+        raise ConfigError(f"{where}: {error}") from error
+
+
+def load(path: Path) -> Settings:
+    """Read a TOML file. Raises ConfigError that names the file and the field."""
+    try:
+        return toml.decode(path.read_bytes(), Settings)
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from error
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{path}: {error}") from error
