@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from regauge.config import TransferConfig
-from regauge.engines.bridge import Ended, ReceivingEnd, SendingEnd
+from regauge.engines.bridge import ReceivingEnd, SendingEnd
+from regauge.engines.ended import Ended
 from regauge.engines.local.kv import allocate
 from regauge.layout.presets import attention_model, from_short
 from regauge.layout.spec import Array, Model, Rope

@@ -11,7 +11,7 @@ import pytest
 from ends_rig import LAYERS, MODEL, Ends, ended, open_ends
 
 from regauge.engines import bridge
-from regauge.engines.bridge import Ended
+from regauge.engines.ended import Ended
 from regauge.plan.reference import transfer
 from strategies import assert_same
 

@@ -19,7 +19,7 @@ import regauge
 from certificates import Authority
 from regauge.config import TlsConfig
 from regauge.engines import status_door
-from regauge.engines.bridge import Ended
+from regauge.engines.ended import Ended
 from regauge.engines.status import Status, TransferEnd, token
 from regauge.engines.status_door import StatusDoor
 from regauge.errors import ConfigError

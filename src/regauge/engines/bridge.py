@@ -16,12 +16,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import structlog
 
 from regauge.config import Role, TransferConfig
+from regauge.engines.ended import Ended
 from regauge.errors import DeadlineExceeded, RegaugeError
 from regauge.move.bound import Borrowed
 from regauge.move.crossing import PageTable
@@ -34,11 +35,9 @@ from regauge.move.outgoing import Outgoing
 from regauge.move.pages import LentPages
 from regauge.move.protocol import Range, TransferState
 from regauge.move.rails import Rails
-from regauge.move.reasons import reason_class
 from regauge.move.state import LinkState, PoolState, WorkerState, bounded, lent_states, session_states
 from regauge.move.transports import open_rails
 from regauge.plan import Judge, check
-from regauge.plan.cost import Mode
 
 log = structlog.get_logger()
 T = TypeVar("T")
@@ -46,34 +45,6 @@ KEPT_ENDS = 1_000
 """Transfers whose end can be asked for afterwards."""
 START_S = 30.0
 CLOSE_S = 20.0
-
-
-@dataclass(frozen=True)
-class Ended:
-    """A transfer whose pages are the engine's again."""
-
-    transfer: str
-    error: str = ""
-    """Why it failed; empty if it is complete: what decode's pages then hold is verified."""
-    handover: bytes = b""
-    """On decode: what prefill sent beside the KV."""
-    path: str = ""
-    mode: Mode | Literal[""] = ""
-    """How its chunks were written, in the first pair of state groups; empty: none were."""
-    wire_bytes: int = 0
-    seconds: float = 0.0
-    reason: str = ""
-    """Class of the error, one of `observe.REASONS`."""
-    computed: float = 0.0
-    """On prefill: when the engine last said that something is ready. CLOCK_MONOTONIC, which one machine's processes share; 0: never."""
-    at: float = field(default_factory=time.monotonic, compare=False)
-    """When it ended, by the same clock."""
-
-    @classmethod
-    def failed(cls, transfer: str, error: BaseException, path: str = "", mode: Mode | Literal[""] = "") -> Ended:
-        """Return the end of a transfer that this error has ended."""
-        text = str(error) or type(error).__name__
-        return cls(transfer, text, path=path, mode=mode, reason=reason_class(error))
 
 
 class Bridge(abc.ABC):
@@ -283,6 +254,7 @@ class _Sending:
     early: list[Callable[[Outgoing], None]] = field(default_factory=list)
     """What the engine said before the links were there."""
     quiet: asyncio.Event = field(default_factory=asyncio.Event)
+    granted: Callable[[], None] | None = None
     computed: float = 0.0
 
 
@@ -304,14 +276,19 @@ class SendingEnd(Bridge):
 
         self.links: OutboundLinks = self._begin(start())
 
-    def offer(self, transfer: str, peers: Mapping[str, Address], tokens: int) -> None:
-        """Announce a transfer to the decode ranks that it concerns; the engine need not wait for their answer."""
+    def offer(
+        self, transfer: str, peers: Mapping[str, Address], tokens: int, granted: Callable[[], None] | None = None
+    ) -> None:
+        """Announce a transfer to the decode ranks that it concerns; the engine need not wait for their answer.
+
+        `granted` is called in the links' loop once all of them have lent their pages.
+        """
 
         def begin() -> None:
             if transfer in self._sending:
                 self._report(Ended(transfer, f"transfer {transfer!r} is under way already"))
                 return
-            self._sending[transfer] = _Sending()
+            self._sending[transfer] = _Sending(granted=granted)
             task = self._loop.create_task(self._send(transfer, peers, tokens))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
@@ -367,6 +344,9 @@ class SendingEnd(Bridge):
         for word in sending.early:
             _say(out, word)
         try:
+            if sending.granted is not None:
+                await out.wait_granted()
+                sending.granted()
             done = await out.done()
             ended = Ended(
                 transfer, "", b"", out.path, out.mode, done.wire_bytes, done.seconds, computed=sending.computed

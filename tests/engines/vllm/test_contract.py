@@ -34,7 +34,7 @@ with warnings.catch_warnings():  # of vLLM's own imports
     from regauge.engines.vllm import connector
     from regauge.engines.vllm.connector import Commands, RegaugeConnector
     from regauge.engines.vllm.metrics import Stats
-from regauge.engines.bridge import Ended
+from regauge.engines.ended import Ended
 from regauge.engines.vllm.schedule import PARAMS, Blocks, Computed, Expect, Finish, Offer
 from regauge.errors import ConfigError
 

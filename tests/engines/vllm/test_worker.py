@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 
 from regauge.config import TransferConfig
-from regauge.engines.bridge import Ended, ReceivingEnd, SendingEnd
+from regauge.engines.bridge import ReceivingEnd, SendingEnd
+from regauge.engines.ended import Ended
+from regauge.engines.ends import Ends
 from regauge.engines.local.kv import allocate
 from regauge.engines.vllm.schedule import Blocks, Computed, Drop, Expect, Fail, Finish, Offer, ReceiveParams, SendParams
 from regauge.engines.vllm.worker import Rank, Results
@@ -59,8 +61,8 @@ def ranks() -> Iterator[Ranks]:
     into = ReceivingEnd("d.0", KEY, Borrowed(target.layout), config)
     out = SendingEnd("p.0", KEY, Borrowed(source.layout), config)
     made = Ranks(
-        Rank(source.layout, lambda *_: layouts[1], out=out, into=None),
-        Rank(target.layout, lambda *_: layouts[0], out=None, into=into),
+        Rank(Ends(source.layout, lambda *_: layouts[1], out=out, into=None)),
+        Rank(Ends(target.layout, lambda *_: layouts[0], out=None, into=into)),
         pool(source), pool(target), {"d.0": into.address},
     )  # fmt: skip
     yield made
@@ -167,7 +169,7 @@ def test_a_dropped_request_is_reported_once_its_blocks_are_free(ranks: Ranks) ->
 def test_what_never_reached_the_links_can_be_asked_for_like_the_rest(ranks: Ranks) -> None:
     """A rank that has nothing to send, or that nobody sends to: whoever waits for the transfer's end is told."""
     for rank in (ranks.prefill, ranks.decode):
-        rank._concerns = lambda *_, **__: False
+        rank._ends._concerns = lambda *_, **__: False
     ranks.prefill.obey([Offer("q", SendParams("t", ranks.to), 40)])
     out, into = ranks.prefill.out, ranks.decode.into
     assert out is not None

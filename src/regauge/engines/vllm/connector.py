@@ -9,7 +9,6 @@ Thin: it turns vLLM's calls (0.32, `distributed/kv_transfer/kv_connector/v1/base
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -28,8 +27,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.request import RequestStatus
 
 from regauge.engines import settings
-from regauge.engines.bridge import ReceivingEnd, SendingEnd
-from regauge.engines.status_door import StatusDoor
+from regauge.engines.ends import open_ends
 from regauge.engines.vllm import cache
 from regauge.engines.vllm.metrics import PromMetrics, Stats
 from regauge.engines.vllm.schedule import PARAMS, BlockIds, Command, Schedule, Step
@@ -38,7 +36,6 @@ from regauge.errors import ConfigError, EngineError
 from regauge.layout.engines import Flags
 from regauge.layout.models import model_from_config
 from regauge.layout.spec import Layout
-from regauge.move.bound import Borrowed
 
 log = structlog.get_logger()
 
@@ -146,28 +143,13 @@ class RegaugeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         cache.verify(layout, names, kv_caches, cache.write_through(layers, kv_caches))
         self._tensors = kv_caches  # their memory must outlive the links
         name = f"{self._settings.name}.{rank}"
-        self._rank = self._open(layout, name, rank)
+        ends = open_ends(
+            layout, self._family, self._settings, rank, engine=ENGINE, sends=self._sends, receives=self._receives
+        )
+        self._rank = Rank(ends)
         log.info(
             "kv cache verified", rank=name, layout=layout.digest()[:16], groups=len(groups), blocks=self._kv.num_blocks
         )
-
-    def _open(self, layout: Layout, name: str, rank: int) -> Rank:
-        own, key, config = Borrowed(layout), self._settings.key(), self._settings.transfer
-        port, status_port = self._settings.ports(rank)
-        with ExitStack() as undo:
-            out = SendingEnd(name, key, own, config) if self._sends else None
-            if out is not None:
-                undo.callback(out.close)
-            into = ReceivingEnd(name, key, own, config, port=port) if self._receives else None
-            if into is not None:
-                undo.callback(into.close)
-            ends = [end for end in (out, into) if end is not None]
-            door = None
-            if status_port:
-                door = StatusDoor(ends, layout, key, config, engine=ENGINE, port=status_port)
-                log.info("status", rank=name, address=door.address)
-            undo.pop_all()
-        return Rank(layout, self._family, out=out, into=into, door=door)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Carry out the step's commands, ahead of its forward pass."""

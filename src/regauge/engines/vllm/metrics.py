@@ -10,7 +10,7 @@ from prometheus_client import Counter, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 from regauge.config import Role
-from regauge.engines.bridge import Ended
+from regauge.engines.ended import Ended
 from regauge.observe import OTHER
 
 DELIVERED: Final = "delivered"

@@ -6,27 +6,21 @@ All methods are for the worker's main thread and return at once.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from functools import lru_cache
 
 import structlog
 
 from regauge.config import Role
-from regauge.engines.bridge import Ended, ReceivingEnd, SendingEnd
+from regauge.engines.ended import Ended
+from regauge.engines.ends import Ends
 from regauge.engines.handover import Handover, encode
-from regauge.engines.status_door import StatusDoor
 from regauge.engines.vllm.schedule import BlockIds, Blocks, Command, Computed, Drop, Expect, Fail, Finish, Offer
-from regauge.errors import PlanError, ProtocolError, RegaugeError
-from regauge.layout.spec import Layout
-from regauge.plan.ranks import leg
+from regauge.errors import ProtocolError, RegaugeError
 
 log = structlog.get_logger()
 MAX_OVER = 10_000
 """Ends that wait to be counted; vLLM asks after every step."""
-
-Family = Callable[[int, int], Layout]
-"""The layout of a rank of so many tensor-parallel ranks, as far as which heads it holds: (rank, size)."""
 
 
 @dataclass
@@ -56,15 +50,11 @@ class Results:
 class Rank:
     """The transfers of one rank."""
 
-    def __init__(
-        self, layout: Layout, family: Family, *, out: SendingEnd | None, into: ReceivingEnd | None,
-        door: StatusDoor | None = None,
-    ) -> None:  # fmt: skip
-        """Takes over what it is given: `close` ends it."""
-        self.out, self.into = out, into
-        self._door = door
-        self._layout = layout
-        self._layers = sorted({layer for group in layout.groups for layer in group.layer_ids})
+    def __init__(self, ends: Ends) -> None:
+        """Takes the ends over: `close` ends them."""
+        self._ends = ends
+        self.out, self.into = ends.out, ends.into
+        self._layers = sorted({layer for group in ends.layout.groups for layer in group.layer_ids})
         self._sending: dict[str, _Out] = {}
         self._receiving: dict[str, tuple[str, bool]] = {}
         """Request -> transfer, and whether the scheduler waits for it."""
@@ -78,13 +68,6 @@ class Rank:
         """What was received last, for inspection."""
         self.sent: Ended | None = None
         """What was sent last, likewise."""
-
-        @lru_cache(maxsize=256)
-        def concerns(size: int, index: int, *, sends: bool) -> bool:
-            other = family(index, size)
-            return bool((leg(layout, other) if sends else leg(other, layout)).lanes)
-
-        self._concerns = concerns
 
     def obey(self, commands: Iterable[Command]) -> None:
         """Carry out a step's commands, before the step's forward pass."""
@@ -191,11 +174,7 @@ class Rank:
 
     def close(self) -> None:
         """End the links."""
-        if self._door is not None:
-            self._door.close()
-        for end in (self.out, self.into):
-            if end is not None:
-                end.close()
+        self._ends.close()
 
     def _offer(self, command: Offer) -> None:
         params = command.params
@@ -205,25 +184,7 @@ class Rank:
             sending.done = Ended(params.transfer, f"transfer {params.transfer!r} is under way already")
             log.warning("kv not sent", transfer=params.transfer, error=sending.done.error)
             return
-        if self.out is None:
-            sending.done = Ended(params.transfer, "this engine does not prefill for others")
-            return
-        try:
-            size = len(params.to)
-            to = {
-                name: address
-                for i, (name, address) in enumerate(params.to.items())
-                if self._concerns(size, i, sends=True)
-            }
-        except RegaugeError as error:
-            sending.done = Ended.failed(params.transfer, error)
-            self.out.note(sending.done)
-            return
-        if not to:
-            sending.done = Ended(params.transfer)  # other ranks hold what decode needs
-            self.out.note(sending.done)
-            return
-        self.out.offer(params.transfer, to, command.tokens)
+        sending.done = self._ends.offer(params.transfer, params.to, command.tokens)
 
     def _tell(self, request: str, layer: int, end: int) -> None:
         sending = self._sending.get(request)
@@ -248,24 +209,16 @@ class Rank:
 
     def _expect(self, command: Expect) -> None:
         params = command.params
-        taken = any(transfer == params.transfer for transfer, _ in self._receiving.values())
         try:
-            if self.into is None:
-                raise PlanError("this engine does not decode for others")
-            if taken:
+            if any(transfer == params.transfer for transfer, _ in self._receiving.values()):
                 raise ProtocolError(f"transfer {params.transfer!r} is expected already")
-            size = len(params.from_)
-            peers = [name for i, name in enumerate(params.from_) if self._concerns(size, i, sends=False)]
-            if not peers:
-                raise PlanError(f"none of {', '.join(params.from_)} holds what this rank keeps")
+            tables = _tables(command.blocks)
+            self._ends.expect(params.transfer, params.from_, command.tokens, tables, first=command.first)
         except RegaugeError as error:
             if command.report:
                 self._failed.append((command.request, str(error)))
-            if self.into is not None and not taken:
-                self.into.note(Ended.failed(params.transfer, error))
             return
         self._receiving[command.request] = (params.transfer, command.report)
-        self.into.expect(params.transfer, peers, command.tokens, _tables(command.blocks), first=command.first)
 
     def _drop(self, request: str, reason: str, *, report: bool) -> None:
         sending = self._sending.get(request)
