@@ -134,7 +134,7 @@ class Bridge(abc.ABC):
 
     def note(self, ended: Ended) -> None:
         """Keep the end of a transfer that its engine has not given to the links. For any thread."""
-        self._post(self._keep, ended)
+        self.post(self._keep, ended)
 
     def _end(self, ended: Ended) -> None:
         self._keep(ended)
@@ -152,7 +152,8 @@ class Bridge(abc.ABC):
         news, self._news = self._news, asyncio.Event()
         news.set()
 
-    def _post(self, call: Callable[..., object], *arguments: object) -> None:
+    def post(self, call: Callable[..., object], *arguments: object) -> None:
+        """Have something called in the links' loop. For any thread."""
         self._loop.call_soon_threadsafe(call, *arguments)
 
     def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
@@ -215,11 +216,11 @@ class ReceivingEnd(Bridge):
             self._ledger.watch(arrival)
             arrival.add_done_callback(lambda a: self._over(transfer, a))
 
-        self._post(begin)
+        self.post(begin)
 
     def cancel(self, transfer: str, reason: str) -> None:
         """Give a transfer up; it ends like any other, unless it has."""
-        self._post(lambda: self.links.cancel(transfer, reason))
+        self.post(lambda: self.links.cancel(transfer, reason))
 
     def _over(self, transfer: str, arrival: asyncio.Future[Arrival]) -> None:
         error = arrival.exception()
@@ -293,7 +294,7 @@ class SendingEnd(Bridge):
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-        self._post(begin)
+        self.post(begin)
 
     def pages(self, transfer: str, tables: Sequence[tuple[Sequence[int], int]]) -> None:
         """Say the pages that hold the transfer's tokens so far, and the token they begin with, of each group. Before `ready`."""
@@ -327,7 +328,7 @@ class SendingEnd(Bridge):
             else:
                 _say(sending.out, word)
 
-        self._post(tell)
+        self.post(tell)
 
     async def _send(self, transfer: str, peers: Mapping[str, Address], tokens: int) -> None:
         sending = self._sending[transfer]

@@ -25,6 +25,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Decode: control port of rank 0, rank r listens at `port` + r."""
     status_port: Annotated[int, msgspec.Meta(ge=0, le=65_535)] = 0
     """Where rank 0 tells about its transfers (`engines/status.py`), rank r at `status_port` + r; 0: nowhere."""
+    rooms: str = ""
+    """SGLang: plane at which prefill answers decode engines that ask for a room, named as `transfer.host`; empty: that of the control connections."""
     pool: str = ""
     """How the cache lies, as the preset calls it; empty: as the backend is known to have it. What is said here is verified like the rest."""
     model: str = ""

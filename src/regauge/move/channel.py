@@ -51,9 +51,9 @@ class Channel:
 
     @classmethod
     async def open(
-        cls, host: str, port: int, key: bytes, *, plane: Plane | None = None, tls: Tls | None = None
-    ) -> Channel:
-        """Connect, from `plane` if one is given, and authenticate.
+        cls, host: str, port: int, key: bytes, *, plane: Plane | None = None, tls: Tls | None = None, purpose: str = PURPOSE
+    ) -> Channel:  # fmt: skip
+        """Connect, from `plane` if one is given, and authenticate for `purpose`.
 
         Raises PeerLost, AuthError, DeadlineExceeded or, for a peer on another plane, TransportError within HELLO_S.
         """
@@ -74,11 +74,13 @@ class Channel:
         except (OSError, UnicodeError) as error:  # the latter for a host name that cannot be one
             raise PeerLost(f"cannot connect to {host}:{port}: {error}") from error
         channel = cls(reader, writer)
-        await channel._authenticate(key, "initiator", tls)
+        await channel._authenticate(key, "initiator", tls, purpose)
         return channel
 
     @classmethod
-    async def accept(cls, sock: socket.socket, key: bytes, *, tls: Tls | None = None) -> Channel:
+    async def accept(
+        cls, sock: socket.socket, key: bytes, *, tls: Tls | None = None, purpose: str = PURPOSE
+    ) -> Channel:
         """Authenticate a connection that a `Door` has let in, and which is closed on failure.
 
         Raises PeerLost, AuthError or DeadlineExceeded within HELLO_S, and with TLS within HELLO_S for that before.
@@ -94,12 +96,11 @@ class Channel:
         except OSError as error:  # also where TLS has taken too long
             raise PeerLost(f"the connection broke before it was authenticated: {error}") from error
         channel = cls(reader, asyncio.StreamWriter(transport, protocol, reader, loop))
-        await channel._authenticate(key, "acceptor", tls)
+        await channel._authenticate(key, "acceptor", tls, purpose)
         return channel
 
-    async def _authenticate(self, key: bytes, role: Role, tls: Tls | None) -> None:
+    async def _authenticate(self, key: bytes, role: Role, tls: Tls | None, purpose: str) -> None:
         try:
-            purpose = PURPOSE
             if tls is not None:
                 purpose += tls.binding(_certificate(self._writer), server=role == "acceptor")
             await authenticate(self._reader, self._writer, key, role, purpose, HELLO_S)
@@ -119,9 +120,13 @@ class Channel:
 
     async def receive(self) -> m.AnyMessage:
         """Return the next message. Raises PeerLost at the end of the connection, ProtocolError for a bad frame."""
+        return m.decode(await self.frame())
+
+    async def frame(self) -> bytes:
+        """Return the next frame's body. Raises PeerLost at the end of the connection, ProtocolError for one that is too long."""
         try:
             length = m.frame_length(await self._reader.readexactly(4))
-            return m.decode(await self._reader.readexactly(length))
+            return await self._reader.readexactly(length)
         except asyncio.IncompleteReadError as error:
             raise PeerLost("the peer closed the control connection") from error
         except OSError as error:

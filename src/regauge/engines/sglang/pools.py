@@ -76,11 +76,10 @@ def _parts(pool: Any) -> tuple[_Part, ...]:
     return tuple(_Part(each, tuple(each.model_layer_ids)) for each in own if each.layer_num)
 
 
-def read(pool: Any, model: Model, *, tp: int = 1, rank: int = 0, pp: int = 1, pp_rank: int = 0) -> Layout:
-    """Return the layout of a rank, bound to the memory of its pool; page 0 counts.
+def declared(pool: Any, model: Model, *, tp: int = 1, rank: int = 0, pp: int = 1, pp_rank: int = 0) -> Layout:
+    """Return what the preset says of a rank whose pools have the size and type of this one; no addresses. Page 0 counts.
 
-    `pool`: what SGLang's `token_to_kv_pool_allocator.get_kvcache()` returns. Raises EngineError for a pool that is not known here or
-    does not hold what the preset says of the model, naming the layer; PresetError and LayoutError as `engine_layout`.
+    `pool`: what SGLang's `token_to_kv_pool_allocator.get_kvcache()` returns. Raises as `read`.
     """
     parts = _parts(pool)
     by_layer = {layer: part for part in parts for layer in part.layers}
@@ -89,18 +88,34 @@ def read(pool: Any, model: Model, *, tp: int = 1, rank: int = 0, pp: int = 1, pp
         tp=tp, rank=rank, pp=pp, pp_rank=pp_rank, page_size=first.page_size, platform="cpu",
         model_dtype=str(first.dtype).removeprefix("torch."), pool=getattr(first, "kv_cache_layout", None),
     )  # fmt: skip
-    declared = engine_layout("sglang", model, flags)
-    known = sorted(layer for group in declared.groups for layer in group.layer_ids)
+    layout = engine_layout("sglang", model, flags)
+    known = sorted(layer for group in layout.groups for layer in group.layer_ids)
     if known != sorted(by_layer):
         raise EngineError(f"SGLang's pools hold layers {sorted(by_layer)}, its preset says {known}")
     groups = []
-    for group in declared.groups:
+    for group in layout.groups:
         part = by_layer[group.layer_ids[0]]
         if any(by_layer[layer] is not part for layer in group.layer_ids):
             raise EngineError(f"layers {group.layers}, which keep {group.kind} alike, lie in several of SGLang's pools")
         groups.append(msgspec.structs.replace(group, pages=part.pages))
-    layout = validate(msgspec.structs.replace(declared, groups=groups))
+    return validate(msgspec.structs.replace(layout, groups=groups))
+
+
+def read(pool: Any, model: Model, *, tp: int = 1, rank: int = 0, pp: int = 1, pp_rank: int = 0) -> Layout:
+    """Return the layout of a rank, bound to the memory of its pool.
+
+    Raises EngineError for a pool that is not known here or does not hold what the preset says of the model, naming the layer;
+    PresetError and LayoutError as `engine_layout`.
+    """
+    layout = declared(pool, model, tp=tp, rank=rank, pp=pp, pp_rank=pp_rank)
+    by_layer = {layer: part for part in _parts(pool) for layer in part.layers}
     return validate(msgspec.structs.replace(layout, regions=_regions(layout, by_layer)))
+
+
+def windowed(pool: Any, layout: Layout) -> frozenset[int]:
+    """Return the groups that SGLang keeps in a pool for windows, with page numbers of its own."""
+    own = set(pool.swa_kv_pool.model_layer_ids) if type(pool) is SWAKVPool else set()
+    return frozenset(i for i, group in enumerate(layout.groups) if own.issuperset(group.layer_ids))
 
 
 def _regions(layout: Layout, by_layer: Mapping[int, _Part]) -> list[Region]:

@@ -71,3 +71,9 @@ def room(transfer: str) -> int:
     if number == transfer or not (number.isascii() and number.isdigit()) or int(number) > MAX_ROOM:
         raise ProtocolError(f"transfer {transfer!r} has no bootstrap_room: give it a name like {_ROOM}17")
     return int(number)
+
+
+def check(number: object) -> None:
+    """Raise ProtocolError for a `bootstrap_room` that names no transfer; 0 means to SGLang that nothing has come yet."""
+    if not isinstance(number, int) or not 0 < number <= MAX_ROOM:
+        raise ProtocolError(f"bootstrap_room {number!r}: give each request one of its own, from 1 to {MAX_ROOM}")
