@@ -144,7 +144,7 @@ class _Prefill:
 
     def leave(self, room: int, reason: str) -> None:
         left = self._joined.pop(room, None)
-        if left is not None and left.to is not None and reason:
+        if left is not None and reason:  # also one that was not wanted yet: prefill shall not wait for it
             self._tell(Dropped(room, reason[:4_000]))
 
     def _tell(self, message: Wanted | Dropped) -> None:

@@ -20,7 +20,7 @@ import socket
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from typing import Annotated, Final
+from typing import Annotated, Final, Protocol
 
 import msgspec
 import structlog
@@ -91,6 +91,13 @@ def decode(body: bytes) -> AnyMessage:
         raise ProtocolError(f"message about rooms: {error}") from error
 
 
+class Asker(Protocol):
+    """A decode engine that is told of its rooms."""
+
+    def send(self, message: m.Message) -> None:
+        """Tell it."""
+
+
 class Board:
     """Which rooms are wanted, which have a request here, and which are over. Pure; times are monotonic seconds.
 
@@ -101,9 +108,9 @@ class Board:
         self, begin: Callable[[int, Mapping[str, Address]], None], drop: Callable[[int, str], None], *, wait_s: float
     ) -> None:
         self._begin, self._drop, self._wait_s = begin, drop, wait_s
-        self._wanted: OrderedDict[int, tuple[float, Channel, Mapping[str, Address]]] = OrderedDict()
+        self._wanted: OrderedDict[int, tuple[float, Asker, Mapping[str, Address]]] = OrderedDict()
         self._open: OrderedDict[int, float] = OrderedDict()
-        self._begun: dict[int, Channel] = {}
+        self._begun: dict[int, Asker] = {}
         self._over: OrderedDict[int, tuple[float, str]] = OrderedDict()
 
     def __len__(self) -> int:
@@ -130,7 +137,7 @@ class Board:
         else:
             self._remember(room, reason, now)
 
-    def want(self, asks: Channel, message: Wanted, now: float) -> None:
+    def want(self, asks: Asker, message: Wanted, now: float) -> None:
         """A decode engine wants a room; it says so again on a new connection."""
         room = message.room
         if room in self._begun:
@@ -145,7 +152,7 @@ class Board:
         else:
             self._wanted[room] = (now, asks, message.to)
 
-    def drop(self, asks: Channel, message: Dropped, now: float) -> None:
+    def drop(self, asks: Asker, message: Dropped, now: float) -> None:
         """A decode engine has given a room up."""
         room = message.room
         if room in self._begun:
@@ -158,7 +165,7 @@ class Board:
             else:
                 self._remember(room, message.reason, now)
 
-    def lost(self, asks: Channel) -> None:
+    def lost(self, asks: Asker) -> None:
         """A connection has ended; who still wants a room says so again on another."""
         for room in [room for room, wanted in self._wanted.items() if wanted[1] is asks]:
             del self._wanted[room]
@@ -173,7 +180,7 @@ class Board:
             del self._open[first[0]]
             self._drop(first[0], f"no decode engine asked for this bootstrap_room within {self._wait_s:g} s")
 
-    def _meet(self, room: int, asks: Channel, to: Mapping[str, Address]) -> None:
+    def _meet(self, room: int, asks: Asker, to: Mapping[str, Address]) -> None:
         self._begun[room] = asks
         self._begin(room, to)
 
