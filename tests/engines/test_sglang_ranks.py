@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from regauge.engines import handover
 from regauge.engines.bridge import Bridge
+from regauge.engines.ended import Ended
 from regauge.engines.ends import Ends
 from regauge.engines.handover import Handover
 from regauge.engines.sglang.callers import Callers
@@ -180,7 +181,7 @@ def test_decode_that_gives_up_holds_its_pages_until_nothing_writes_them(engines:
     until(engines, lambda: engines.prefill.poll(s) is State.WAITING)
     s.sending = True
     engines.prefill.send(s, [2], PAGE)
-    engines.decode.cancel(r, "decode's request was aborted")
+    engines.decode.abort(r, "decode's request was aborted")
     assert engines.decode.poll(r) in {State.TRANSFERRING, State.FAILED}
     until(engines, lambda: engines.decode.poll(r) is State.FAILED)
     assert engines.decode.quiet(r.room)
@@ -189,10 +190,24 @@ def test_decode_that_gives_up_holds_its_pages_until_nothing_writes_them(engines:
     assert not any(r.name in lent for lent in engines.pair.into._lent)
 
 
+def test_what_comes_for_an_aborted_request_is_not_used(engines: Engines) -> None:
+    s, r = engines.ask(next(rooms))
+    engines.allocate(r)
+    engines.compute(s)
+    ends: list[Ended] = []
+    until(engines, lambda: bool(ends.extend(engines.pair.into.ended()) or ends))
+    engines.pair.into._ended += ends  # it has come, and the scheduler does not know yet
+    engines.decode.abort(r, "its client left")
+    assert engines.decode.poll(r) is State.FAILED
+    engines.decode.forget(r)
+    until(engines, lambda: engines.prefill.poll(s) is State.SUCCESS)
+    engines.prefill.forget(s)
+
+
 def test_a_room_that_decode_gave_up_before_it_had_pages_is_not_computed(engines: Engines) -> None:
     s, r = engines.ask(next(rooms))
     until(engines, lambda: engines.decode.poll(r) is State.WAITING)
-    engines.decode.cancel(r, "its client left")
+    engines.decode.abort(r, "its client left")
     assert engines.decode.poll(r) is State.FAILED
     until(engines, lambda: engines.prefill.poll(s) is State.FAILED)
     assert "its client left" in engines.prefill.reason(s)

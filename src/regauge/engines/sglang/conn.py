@@ -328,17 +328,17 @@ class Receiver(BaseKVReceiver):  # type: ignore[misc]
     def failure_exception(self) -> NoReturn:
         """Raise what SGLang shows the client."""
         reason = self._rank.reason(self._room)
-        self._rank.cancel(self._room, "it failed on another rank of this engine")
+        self._rank.abort(self._room, "it failed on another rank of this engine")
         _fail(self._room.room, reason)
 
     def ensure_abort_notified(self, *, force_arm: bool = False) -> None:
         """The request has failed, maybe on another rank: give it up here, and hold its pages while something may write them."""
-        self._rank.cancel(self._room, "it failed on another rank of this engine")
+        self._rank.abort(self._room, "it failed on another rank of this engine")
         self.abort_notified = not self._rank.quiet(self._room.room)
 
     def give_up(self, reason: str) -> None:
         """Fail it for a reason of this adapter's own."""
-        self._rank.cancel(self._room, reason)
+        self._rank.abort(self._room, reason)
 
     def clear(self) -> None:
         """The scheduler is done with it."""
@@ -346,7 +346,7 @@ class Receiver(BaseKVReceiver):  # type: ignore[misc]
 
     def abort(self) -> None:
         """Give it up, and tell prefill."""
-        self._rank.cancel(self._room, "decode's request was aborted")
+        self._rank.abort(self._room, "decode's request was aborted")
 
 
 class Bootstrap(BaseKVBootstrapServer):  # type: ignore[misc]

@@ -36,6 +36,8 @@ class Receiving:
     asked: bool = False
     """Whether prefill is asked for the room; else the request has named its ranks."""
     failed: str = ""
+    aborted: bool = False
+    """Whether its own engine has given it up, and wants it no more even if it comes."""
     inited: bool = False
     tokens: int = 0
     expecting: bool = False
@@ -89,7 +91,7 @@ class DecodeRank:
         """Return how far it is."""
         self._drain()
         if r.done is not None:
-            return State.FAILED if r.done.error else State.SUCCESS
+            return State.FAILED if r.done.error or r.aborted else State.SUCCESS
         if r.failed:
             return State.TRANSFERRING if r.expecting else State.FAILED
         if r.expecting:
@@ -101,8 +103,13 @@ class DecodeRank:
         r.expecting = True
         self._into.post(self._expect, r, tables, first)
 
+    def abort(self, r: Receiving, reason: str) -> None:
+        """Its engine gives the room up; nothing writes its pages any more once `quiet`."""
+        r.aborted = True
+        self.cancel(r, reason)
+
     def cancel(self, r: Receiving, reason: str) -> None:
-        """Give the room up; nothing writes its pages any more once `quiet`. For any thread."""
+        """The room is not expected to come any more. For any thread."""
         if r.failed or r.done is not None:
             return
         r.failed = reason
@@ -120,7 +127,7 @@ class DecodeRank:
 
     def forget(self, r: Receiving) -> None:
         """The scheduler is done with the request."""
-        self.cancel(r, "the request is over")
+        self.abort(r, "the request is over")
         if r.done is not None:
             self._forget(r)
 

@@ -166,7 +166,7 @@ class PrefillRank:
 
         Waits until nothing reads them, for at most ABANDON_S.
         """
-        if not s.begun or s.done is not None:
+        if s.done is not None or not (s.begun and s.sent):
             return
         self.cancel(s, "it failed on another rank of this engine")
         ended = self._out.run(self._out.end_of(s.name, ABANDON_S), 2 * ABANDON_S)
