@@ -7,7 +7,7 @@ VLLM := .venv-vllm
 SGLANG := .venv-sglang
 ARGS ?=
 
-.PHONY: serve test test-planes test-transports test-vllm test-sglang bench bench-vllm gpu check format clean
+.PHONY: serve test test-planes test-transports test-vllm test-sglang bench bench-vllm bench-sglang gpu check format clean
 
 serve: $(READY)  ## a real small model, served across a prefill and a decode process
 	$(BIN)/regauge serve $(ARGS)
@@ -44,6 +44,9 @@ bench: $(READY)  ## every measured claim, in some hours; for the whole table of 
 
 bench-vllm: $(VLLM)/.ready  ## time to the first token of two vLLM engines, against one and against vLLM's own connector: some 25 minutes
 	$(VLLM)/bin/python bench/vllm_pair.py $(ARGS)
+
+bench-sglang: $(SGLANG)/.ready  ## time to the first token of two SGLang servers, against one and against SGLang's own backend: some 15 minutes
+	$(SGLANG)/bin/python bench/sglang_pair.py $(ARGS)
 
 gpu: $(READY)  ## the Triton kernels on a GPU; needs a build of torch for it
 	$(BIN)/python bench/gpu.py $(ARGS)
