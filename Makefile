@@ -7,7 +7,7 @@ VLLM := .venv-vllm
 SGLANG := .venv-sglang
 ARGS ?=
 
-.PHONY: serve test test-planes test-transports test-vllm test-sglang bench bench-vllm bench-sglang gpu check format clean
+.PHONY: serve test test-planes test-transports test-vllm test-sglang test-mixed bench bench-vllm bench-sglang gpu check format clean
 
 serve: $(READY)  ## a real small model, served across a prefill and a decode process
 	$(BIN)/regauge serve $(ARGS)
@@ -26,6 +26,9 @@ test-vllm: $(VLLM)/.ready  ## real vLLM on the CPU, in an environment of its own
 
 test-sglang: $(SGLANG)/.ready  ## real SGLang on the CPU, in an environment of its own: 3 GiB, the first time some 10 minutes
 	$(SGLANG)/bin/python -m pytest tests/engines/sglang tests/real_sglang $(ARGS)
+
+test-mixed: $(READY) $(VLLM)/.ready $(SGLANG)/.ready  ## vLLM, SGLang and the embedded engine on either side of each other
+	$(BIN)/python -m pytest tests/real_mixed $(ARGS)
 
 bench: $(READY)  ## every measured claim, in some hours; for the whole table of docs/numerics.md: regauge bench accuracy --matrix (30 minutes)
 	$(BIN)/python bench/kernels.py --torch

@@ -18,7 +18,7 @@ from regauge.errors import ConfigError
 
 Role = Literal["prefill", "decode"]
 TransportName = Literal["shm", "tcp", "mooncake", "nixl"]
-EngineName = Literal["local", "vllm"]
+EngineName = Literal["local", "vllm", "sglang"]
 
 BUNDLED_MODEL = "smollm2-135m-instruct"
 MAX_S = 86_400.0
@@ -44,34 +44,34 @@ def _bound(
 
 
 class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A vLLM server that somebody else started, with regauge's connector."""
+    """A server of vLLM or SGLang that somebody else started, with regauge's adapter."""
 
     url: str
     """Of its API, as `http://10.0.0.2:8000`."""
     name: str
-    """As its connector's `name`."""
+    """As its adapter's `name`."""
     control: str = ""
-    """Decode: host of its ranks' control addresses, and port of rank 0, as `10.0.0.2:9100`: its connector's `port`."""
+    """Decode: host of its ranks' control addresses, and port of rank 0, as `10.0.0.2:9100`: its adapter's `port`."""
     status: str = ""
-    """Likewise, of the status that its connector gives (`status_port`); empty: paths and bytes of its transfers stay unknown."""
+    """Likewise, of the status that its adapter gives (`status_port`); empty: paths and bytes of its transfers stay unknown."""
     token_file: str = ""
     """File with the API key that it wants."""
 
 
-class VllmConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A vLLM server as this worker, started here unless `server` is given; docs/engines/vllm.md."""
+class ServedConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A server of vLLM or SGLang as this worker, started here unless `server` is given; docs/engines/."""
 
     python: str = ""
-    """Interpreter of the environment that has vLLM and regauge; empty: the one that runs here."""
+    """Interpreter of the environment that has the engine and regauge; empty: the one that runs here."""
     args: list[str] = []
-    """Options for vLLM's server, as `--block-size=32`. Model, address, context and connector come from here."""
+    """Options for the engine's server, as `--block-size=32`. Model, address, context and adapter come from here."""
     ranks: Annotated[int, msgspec.Meta(ge=1, le=1_024)] = 1
     """Tensor-parallel size."""
     server: ServerConfig | None = None
 
     def __post_init__(self) -> None:
         if self.server is not None and (self.python or self.args):
-            raise ConfigError("vllm.server: is started by somebody else: leave out python and args, or server")
+            raise ConfigError("server: is started by somebody else: leave out python and args, or server")
 
 
 class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -87,8 +87,26 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Most prompt tokens computed in one step (chunked prefill)."""
     threads: Annotated[int, msgspec.Meta(ge=0, le=1_024)] = 0
     """CPU threads of the model's arithmetic; 0 means half of the cores, at least one."""
-    vllm: VllmConfig | None = None
+    vllm: ServedConfig | None = None
     """vLLM instead of the local engine; of the settings above, `max_context` and `threads` count for it, too."""
+    sglang: ServedConfig | None = None
+    """Likewise SGLang."""
+
+    def __post_init__(self) -> None:
+        if self.vllm is not None and self.sglang is not None:
+            raise ConfigError("sglang: this worker is vLLM already: leave out vllm, or sglang")
+
+    @property
+    def name(self) -> EngineName:
+        """Which engine it is."""
+        if self.sglang is not None:
+            return "sglang"
+        return "local" if self.vllm is None else "vllm"
+
+    @property
+    def served(self) -> ServedConfig | None:
+        """The server that the engine is; None: it is the local one."""
+        return self.vllm or self.sglang
 
 
 class TlsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -228,9 +246,13 @@ class LimitsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Answer length of a chat request that names none, in tokens."""
     request_timeout_s: float = 600.0
     """Most seconds from a request's arrival to its last token."""
+    prefill_wait_s: float = 30.0
+    """A request that has lost its prefill worker before the first token begins again, once, as soon as that is back: most seconds to
+    wait for it; 0: it fails. Where decode computes prompts itself (vLLM) nothing waits."""
 
     def __post_init__(self) -> None:
         _bound(self, "limits", ("request_timeout_s",), most=MAX_S)
+        _bound(self, "limits", ("prefill_wait_s",), least=0, most=MAX_S)
 
 
 class QualityLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -115,6 +115,7 @@ class Metrics:
     latency: Histogram
     prompt_tokens: Counter
     bypassed: Counter
+    retried: Counter
     completion_tokens: Counter
     transfer_bytes: Histogram
     transfer_seconds: Histogram
@@ -165,6 +166,11 @@ class Metrics:
             bypassed=Counter(
                 "regauge_prefill_bypassed_total",
                 "Answers whose prompt the decode worker computed itself, for want of a prefill worker.",
+                registry=registry,
+            ),
+            retried=Counter(
+                "regauge_prefill_retries_total",
+                "Answers that were begun again before their first token, since prefill had been lost or had failed.",
                 registry=registry,
             ),
             completion_tokens=Counter("regauge_completion_tokens_total", "Generated tokens.", registry=registry),

@@ -4,28 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
-from tokenizers import Tokenizer
 
-from engines import Engine, config, free_port
+from engines import Engine, config
 from regauge.testing.tiny_models import tiny_model
+from served import ANSWER_S, READY_S, TOKENS, Served, Side, served
 
-READY_S = 300.0
-ANSWER_S = 120.0
-TOKENS = 12
-VLLM = ["--dtype=float32", "--enforce-eager", "--kv-cache-memory-bytes=64M"]
+VLLM = ("--dtype=float32", "--enforce-eager", "--kv-cache-memory-bytes=64M")
 
 
 def prompt(seed: int, tokens: int) -> list[int]:
@@ -33,78 +26,8 @@ def prompt(seed: int, tokens: int) -> list[int]:
     return [rng.randrange(3, 500) for _ in range(tokens)]
 
 
-class Served:
-    """A running `regauge serve`."""
-
-    def __init__(self, process: subprocess.Popen[bytes], port: int, model: Path, log: Path) -> None:
-        self.process, self.base, self.name, self.log = process, f"http://127.0.0.1:{port}", model.name, log
-        self._tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
-
-    def text(self, tokens: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(list(tokens)))
-
-    async def ask(self, session: aiohttp.ClientSession, ids: list[int], **given: Any) -> dict[str, Any]:
-        body = {"model": self.name, "prompt": ids, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True, **given}
-        async with session.post(f"{self.base}/v1/completions", json=body) as answer:
-            assert answer.status == 200, await answer.text()
-            return dict(await answer.json())
-
-    async def stream(self, session: aiohttp.ClientSession, path: str, **body: Any) -> str:
-        given = {"model": self.name, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True, "stream": True, **body}
-        text = ""
-        async with session.post(self.base + path, json=given) as answer:
-            assert answer.status == 200, await answer.text()
-            async for line in answer.content:
-                if line.startswith(b"data: {"):
-                    choice = json.loads(line[6:])["choices"][0]
-                    text += choice.get("text", "") or choice.get("delta", {}).get("content", "")
-        return text
-
-    async def get(self, session: aiohttp.ClientSession, path: str) -> Any:
-        async with session.get(self.base + path) as answer:
-            return await answer.json(content_type=None)
-
-    async def answers(self, prompts: Sequence[list[int]]) -> list[str]:
-        """All at once."""
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=ANSWER_S)) as session:
-            found = await asyncio.gather(*(self.ask(session, ids) for ids in prompts))
-        return [answer["choices"][0]["text"] for answer in found]
-
-
-@contextlib.contextmanager
-def served(folder: Path, model: Path, **sides: Any) -> Iterator[Served]:
-    port, log = free_port(), folder / "serve.log"
-    file = folder / "serve.toml"
-    lines = [f'model = "{model}"', f"port = {port}"]
-    tables = ["[transfer]", 'transport = "tcp"', "staging_bytes = 8_388_608", "resume_s = 1.0", "lease_s = 3.0"]
-    for role in ("prefill", "decode"):
-        side = sides[role]
-        if isinstance(side, str):
-            lines.append(f'{role}_layout = "{side}"')
-            tables += [f"[{role}]", "max_context = 1_500"]
-        else:
-            args = json.dumps([*VLLM, *side])
-            tables += [f"[{role}]", "max_context = 1_500", "threads = 1", f"[{role}.vllm]", f"args = {args}"]
-    file.write_text("\n".join([*lines, *tables]) + "\n")
-    with log.open("wb") as out:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "regauge", "serve", "--config", str(file)], stdout=out, stderr=out,
-            env={**os.environ, "HF_HUB_OFFLINE": "1"},
-        )  # fmt: skip
-    try:
-        limit = time.monotonic() + READY_S
-        while b"\nready " not in log.read_bytes():
-            running = process.poll() is None and time.monotonic() < limit
-            assert running, log.read_text()[-6_000:]
-            time.sleep(0.2)
-        yield Served(process, port, model, log)
-    finally:
-        process.send_signal(signal.SIGINT)
-        try:
-            process.wait(60)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+def vllm(*args: str) -> Side:
+    return Side("vllm", args=(*VLLM, *args))
 
 
 @pytest.fixture(scope="module")
@@ -178,28 +101,28 @@ def test_one_endpoint_with_vllms_own_answers_whatever_becomes_of_prefill(
             after = (await pair.get(session, "/debug/transfers"))["workers"][1]["state"]["totals"]["delivered"]
             assert after == sent + 1
 
-    with served(tmp_path, llama, prefill=["--block-size=32"], decode=["--block-size=128"]) as pair:
+    with served(tmp_path, llama, vllm("--block-size=32"), vllm("--block-size=128")) as pair:
         asyncio.run(check(pair))
 
 
 MIXED = {
-    "vllm-local": {"prefill": ["--block-size=32"], "decode": "fp32,page=16,nhd"},
-    "local-vllm": {"prefill": "fp32,page=16,nhd", "decode": ["--block-size=128"]},
+    "vllm-local": (vllm("--block-size=32"), Side("local", "fp32,page=16,nhd")),
+    "local-vllm": (Side("local", "fp32,page=16,nhd"), vllm("--block-size=128")),
 }
 
 
 @pytest.mark.parametrize("sides", MIXED.values(), ids=MIXED.keys())
 def test_the_embedded_engine_on_the_other_side(
-    sides: dict[str, Any], llama: Path, alone: list[list[int]], tmp_path: Path
+    sides: tuple[Side, Side], llama: Path, alone: list[list[int]], tmp_path: Path
 ) -> None:
-    with served(tmp_path, llama, **sides) as pair:
+    with served(tmp_path, llama, *sides) as pair:
         got = asyncio.run(pair.answers(PROMPTS))
     assert got == [pair.text(tokens) for tokens in alone]
 
 
 def test_fp8_on_the_other_side_agrees_as_far_as_it_does(llama: Path, alone: list[list[int]], tmp_path: Path) -> None:
     """vLLM's CPU backend has no 8-bit cache: the embedded engine has."""
-    with served(tmp_path, llama, prefill=["--block-size=32"], decode="fp8_e4m3,page=64,hnd") as pair:
+    with served(tmp_path, llama, vllm("--block-size=32"), Side("local", "fp8_e4m3,page=64,hnd")) as pair:
         got = asyncio.run(pair.answers(PROMPTS))
         want = [pair.text(tokens) for tokens in alone]
     common = [

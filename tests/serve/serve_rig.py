@@ -66,7 +66,7 @@ class EchoWorker:
 
     Prefill "delivers" by a future per transfer, on which the decode stream waits. Switches, all off at first:
     `refuse` answers before the stream; `break_after` tokens an error event is sent; `die_after` tokens the
-    connections are torn; `hold` is an event to wait for before the first token (or the prefill's answer);
+    connections are torn (by prefill once alone, if it `recovers`); `hold` is an event to wait for before the first token (or the prefill's answer);
     `linger` is an event to wait for between a prefill's delivery and its answer; `frozen` lets health checks hang; `pace` is awaited before each token.
     """
 
@@ -76,6 +76,7 @@ class EchoWorker:
         self.refuse: wire.ErrorEvent | None = None
         self.break_after: tuple[int, wire.ErrorEvent] | None = None
         self.die_after: int | None = None
+        self.recovers = False
         self.hold: asyncio.Event | None = None
         self.linger: asyncio.Event | None = None
         self.frozen: asyncio.Event | None = None
@@ -178,6 +179,8 @@ class EchoWorker:
                 return self._error(self.refuse)
             if self.die_after is not None:
                 request.transport.abort()
+                self.die_after = None if self.recovers else self.die_after
+                return self._error(wire.ErrorEvent("engine_failed", "nobody hears this", self.name))
             if self.hold is not None and not await self._unless_aborted(body.request_id, self.hold):
                 return self._error(wire.ErrorEvent("aborted", "aborted", self.name))
             self._rail(body.transfer_id).set_result(None)
@@ -357,7 +360,7 @@ async def open_rig(
             policy or HealthPolicy(period_s=0.05),
             model=MODEL,
         )
-        config = ServeConfig(limits=limits or LimitsConfig(request_timeout_s=WAIT_S))
+        config = ServeConfig(limits=limits or LimitsConfig(request_timeout_s=WAIT_S, prefill_wait_s=0))
         app = build_app(config, tokenizer, workers, metrics, model=MODEL, verdict=wire.VerdictInfo("CONVERT"))
         listener = listen("127.0.0.1", 0)
         port = listener.getsockname()[1]

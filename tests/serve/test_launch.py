@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from regauge.config import EngineConfig, ServeConfig, ServerConfig, TlsConfig, TransferConfig, VllmConfig, decode
+from regauge.config import EngineConfig, ServeConfig, ServedConfig, ServerConfig, TlsConfig, TransferConfig, decode
 from regauge.engines import settings
 from regauge.errors import ConfigError
 from regauge.layout import files
@@ -23,7 +23,11 @@ from regauge.serve.launch import DECODE, GATEWAY, PREFILL, Command, Deployment, 
 from regauge.serve.pairing import UNKNOWN
 
 KEY = "ab" * 32
-VLLM = EngineConfig(vllm=VllmConfig(python="/opt/vllm/bin/python", args=["--block-size=32"], ranks=2), threads=3)
+VLLM = EngineConfig(vllm=ServedConfig(python="/opt/vllm/bin/python", args=["--block-size=32"], ranks=2), threads=3)
+
+SGLANG = EngineConfig(
+    sglang=ServedConfig(python="/opt/sglang/bin/python", args=["--device", "cpu"], ranks=2), threads=3
+)
 
 
 def layout() -> Layout:
@@ -34,7 +38,7 @@ def planned(tmp_path: Path, **given: Any) -> tuple[list[Command], wire.GatewaySp
     config = ServeConfig(**given)
     deployment = Deployment(
         config, tmp_path / "model", "m", None,
-        None if config.prefill.vllm else layout(), None if config.decode.vllm else layout(), "127.0.0.1", KEY,
+        None if config.prefill.served else layout(), None if config.decode.served else layout(), "127.0.0.1", KEY,
     )  # fmt: skip
     started = commands(deployment, tmp_path)
     assert started[-1].name == GATEWAY
@@ -67,6 +71,66 @@ def test_two_vllm_servers_get_what_their_connectors_need(tmp_path: Path) -> None
     assert by_role["prefill"].senders == [f"{PREFILL}.0", f"{PREFILL}.1"]
     assert by_role["prefill"].receivers == {}
     assert (gateway.verdict.path, gateway.layouts, gateway.key) == (UNKNOWN, {}, KEY)
+
+
+def test_two_sglang_servers_get_what_their_backends_need(tmp_path: Path) -> None:
+    (d, p, _), gateway = planned(
+        tmp_path, prefill=SGLANG, decode=SGLANG, transfer=TransferConfig(transport="tcp", lanes=2)
+    )
+    assert (d.name, p.name) == (DECODE, PREFILL)
+    told = {}
+    for command, role in ((d, "decode"), (p, "prefill")):
+        assert command.arguments[:6] == (
+            sys.executable, "-m", "regauge.serve.tied", "/opt/sglang/bin/python", "-m", "sglang.launch_server")  # fmt: skip
+        assert command.arguments[-2:] == ("--device", "cpu")
+        assert option(command, "--disaggregation-mode") == role
+        assert option(command, "--disaggregation-transfer-backend") == "regauge"
+        assert option(command, "--tp-size") == "2"
+        assert command.environment is not None
+        assert command.environment["SGLANG_USE_CPU_ENGINE"] == "1"
+        read = told[role] = settings.load(Path(command.environment[settings.SGLANG]))
+        assert (read.name, read.model, read.transfer.lanes, read.key().hex()) == (command.name, "m", 2, KEY)
+    assert "--disaggregation-bootstrap-port" in p.arguments
+    assert told["prefill"].port == 0
+    by_role = {address.role: address for address in gateway.workers}
+    assert {address.engine for address in gateway.workers} == {"sglang"}
+    first, status = told["decode"].port, told["decode"].status_port
+    assert by_role["decode"].receivers == {f"{DECODE}.{i}": ("127.0.0.1", first + i) for i in range(2)}
+    assert [rank.status for rank in by_role["decode"].ranks] == [f"http://127.0.0.1:{status + i}" for i in range(2)]
+    assert by_role["prefill"].senders == [f"{PREFILL}.0", f"{PREFILL}.1"]
+    assert (gateway.verdict.path, gateway.layouts, gateway.key) == (UNKNOWN, {}, KEY)
+
+
+def test_sglangs_api_key_goes_by_file(tmp_path: Path) -> None:
+    started, gateway = planned(tmp_path, prefill=SGLANG, decode=VLLM)
+    prefill = next(command for command in started if command.name == PREFILL)
+    assert gateway.token not in " ".join(prefill.arguments) + repr(prefill)
+    given = Path(option(prefill, "--config"))
+    assert json.loads(given.read_text()) == {"api-key": gateway.token}, "JSON is YAML"
+    assert given.suffix == ".yaml", "SGLang takes no other"
+    assert oct(given.stat().st_mode & 0o777) == "0o600"
+
+
+@pytest.mark.parametrize(("args", "is_cpu"), [(["--device=cpu"], True), (["--device=cuda"], False), ([], False), (["--device"], False)])  # fmt: skip
+def test_sglang_is_told_twice_that_it_runs_on_the_cpu(tmp_path: Path, args: list[str], is_cpu: bool) -> None:
+    started, _ = planned(tmp_path, prefill=EngineConfig(sglang=ServedConfig(args=args)), decode=VLLM)
+    environment = next(command for command in started if command.name == PREFILL).environment
+    assert environment is not None
+    assert ("SGLANG_USE_CPU_ENGINE" in environment) == (is_cpu or "SGLANG_USE_CPU_ENGINE" in os.environ)
+
+
+def test_an_sglang_server_that_runs_elsewhere_is_only_routed_to(tmp_path: Path) -> None:
+    far = ServerConfig(url="http://10.0.0.2:30000", name="d", control="10.0.0.2:9100")
+    started, gateway = planned(tmp_path, prefill=VLLM, decode=EngineConfig(sglang=ServedConfig(server=far)))
+    assert [command.name for command in started] == [PREFILL, GATEWAY]
+    there = next(address for address in gateway.workers if address.role == "decode")
+    assert (there.engine, there.url, there.receivers) == ("sglang", far.url, {"d.0": ("10.0.0.2", 9_100)})
+
+
+def test_a_worker_is_one_engine() -> None:
+    with pytest.raises(ConfigError, match="leave out vllm, or sglang"):
+        EngineConfig(vllm=ServedConfig(), sglang=ServedConfig())
+    assert [each.name for each in (EngineConfig(), VLLM, SGLANG)] == ["local", "vllm", "sglang"]
 
 
 def test_nothing_secret_is_on_a_command_line_or_in_a_repr(tmp_path: Path) -> None:
@@ -118,7 +182,7 @@ server = {{ url = "http://10.0.0.2:8000", name = "d", control = "10.0.0.2:9100",
 
 def test_what_is_started_elsewhere_is_not_started_here() -> None:
     with pytest.raises(ConfigError, match="leave out python and args"):
-        VllmConfig(args=["--block-size=32"], server=ServerConfig(url="http://x", name="d"))
+        ServedConfig(args=["--block-size=32"], server=ServerConfig(url="http://x", name="d"))
 
 
 def test_status_is_asked_over_tls_where_links_have_it(tmp_path: Path) -> None:
@@ -137,13 +201,13 @@ def test_status_is_asked_over_tls_where_links_have_it(tmp_path: Path) -> None:
     ],
 )
 def test_addresses_that_cannot_be_are_named(tmp_path: Path, server: dict[str, str], message: str) -> None:
-    far = EngineConfig(vllm=VllmConfig(server=ServerConfig(url="http://x", name="d", **server)))
+    far = EngineConfig(vllm=ServedConfig(server=ServerConfig(url="http://x", name="d", **server)))
     with pytest.raises(ConfigError, match=message):
         planned(tmp_path, decode=far)
 
 
 def test_ports_in_a_row_are_free() -> None:
-    first = consecutive_ports("127.0.0.1", 4)
+    first = consecutive_ports(4, "127.0.0.1")
     socks = [socket.create_server(("127.0.0.1", first + i)) for i in range(4)]
     for sock in socks:
         sock.close()

@@ -101,9 +101,8 @@ async def pools_are_whole(session: aiohttp.ClientSession, served: Served) -> boo
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """The default pair: prefill FP8, page 64, HND; decode bf16, page 16, NHD. Silent writers are given up after 3 s."""
-    found = launch(
-        tmp_path_factory.mktemp("serve"), "--set", "transfer.lease_s=3", "--set", "limits.request_timeout_s=60"
-    )
+    settings = ("transfer.lease_s=3", "limits.request_timeout_s=60", "limits.prefill_wait_s=20")
+    found = launch(tmp_path_factory.mktemp("serve"), *(word for each in settings for word in ("--set", each)))
     yield found
     found.process.send_signal(signal.SIGTERM)
     found.process.wait(40)
@@ -266,17 +265,15 @@ async def test_transfers_links_and_pools_can_be_looked_at_while_a_prompt_crosses
 
 
 @pytest.mark.anyio
-async def test_a_prefill_worker_that_dies_is_named_within_seconds_and_started_again(
+async def test_a_prefill_worker_that_dies_is_started_again_and_its_request_too(
     served: Served, client: aiohttp.ClientSession
 ) -> None:
     asked = await long_prompt(served, client)
     os.kill(served.pid("prefill-0"), signal.SIGKILL)
-    killed = time.monotonic()
     reply = await asked
-    error = (await reply.json())["error"]
-    assert (reply.status, error["code"]) == (503, "worker_unavailable"), error
-    assert "prefill-0" in error["message"]
-    assert time.monotonic() - killed < 10
+    assert reply.status == 200, await reply.text()
+    waits = r"the request waits for prefill, to begin again.*error='prefill worker prefill-0 is lost"
+    assert re.search(waits, served.text())
     await comes_back(served, client, "prefill-0")
 
 
@@ -332,7 +329,7 @@ async def test_a_frozen_prefill_worker_costs_a_bounded_time(served: Served, clie
         assert frozen is None, "a process that stands still answers nothing, and holds up nobody"
         assert sum(decode["totals"]["failed"].values()) >= 1
         assert "prefill-0" in (await reply.json())["error"]["message"]
-        assert time.monotonic() - stopped < 30
+        assert time.monotonic() - stopped < 40
     finally:
         os.kill(pid, signal.SIGCONT)
     await until(lambda: ready(client, served), 60, "the worker's return")

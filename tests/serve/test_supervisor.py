@@ -24,7 +24,7 @@ from regauge.layout.files import encode
 from regauge.layout.presets import from_short, load_model
 from regauge.plan import quality
 from regauge.serve import wire
-from regauge.serve.launch import Command, free_ports
+from regauge.serve.launch import Command, consecutive_ports, free_ports
 from regauge.serve.supervisor import Child, Supervisor, base_url, cause, describe, plan_deployment
 
 CONFIG = {
@@ -152,16 +152,16 @@ def test_workers_answer_on_loopback_wherever_the_control_plane_is(
 ) -> None:
     """Ports that are taken on loopback, and free on the control plane, are none for the workers' HTTP."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    asked: list[tuple[str, ...]] = []
+    asked: list[tuple[int | str, ...]] = []
 
-    def listening(*hosts: str) -> list[int]:
-        asked.append(hosts)
-        return free_ports(*hosts)
+    def listening(count: int, *hosts: str) -> int:
+        asked.append((count, *hosts))
+        return consecutive_ports(count, *hosts)
 
     deployment = plan_deployment(msgspec.structs.replace(config, transfer=TransferConfig(host="127.0.0.2")), print)
-    monkeypatch.setattr("regauge.serve.launch.free_ports", listening)
+    monkeypatch.setattr("regauge.serve.launch.consecutive_ports", listening)
     specs = {spec.role: spec for spec in read_specs(Supervisor(deployment, print))}
-    assert asked == [("127.0.0.1", "127.0.0.1", "127.0.0.2")]
+    assert asked == [(4, "127.0.0.1", "127.0.0.2")]
     assert specs["prefill"].peers == {"decode-0": ("127.0.0.2", specs["decode"].control_port)}
     assert len({specs["prefill"].port, specs["decode"].port}) == 2
 

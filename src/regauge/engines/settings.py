@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import msgspec
 
@@ -12,6 +12,9 @@ from regauge import toml
 from regauge.config import TransferConfig
 from regauge.errors import ConfigError
 from regauge.move.auth import load_key
+
+SGLANG: Final = "REGAUGE_SGLANG"
+"""Environment variable that names SGLang's file."""
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

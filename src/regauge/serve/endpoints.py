@@ -18,6 +18,7 @@ from starlette.routing import Route
 
 from regauge import __version__
 from regauge.config import ServeConfig
+from regauge.engines.sglang import room
 from regauge.errors import ProtocolError
 from regauge.move.state import shown
 from regauge.observe import Metrics, get_logger
@@ -223,7 +224,7 @@ class Gateway:
                 index=prompt * ask.n + nth,
                 prompt=prompt,
                 request_id=f"{request_id}-{salt}-{prompt * ask.n + nth}",
-                transfer_id=secrets.token_hex(16),
+                transfer_id=room.new_transfer(),
                 token_ids=ids,
                 sampling=ask.sampling_for(budgets[prompt], nth),
                 stops=ask.stops,
@@ -240,6 +241,7 @@ class Gateway:
             self._tokenizer,
             self._metrics,
             limit_s=self._limits.request_timeout_s,
+            wait_s=self._limits.prefill_wait_s,
             headers=headers,
             spawn=self.house.spawn,
         )

@@ -1,6 +1,6 @@
 """What `regauge serve` starts: a command for the gateway and one for each worker, and where each of them is reached.
 
-Specs and the key go by file, in a folder that only the owner can read; vLLM's API key by its environment, since anybody can read a command line.
+Specs, settings and keys go by file, in a folder that only the owner can read; vLLM's API key by its environment. Anybody can read a command line.
 """
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ import random
 import secrets
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
-from regauge.config import EngineConfig, Role, ServeConfig, ServerConfig
+from regauge.config import EngineConfig, EngineName, Role, ServeConfig, ServedConfig, ServerConfig
+from regauge.engines.settings import SGLANG, Settings
 from regauge.errors import ConfigError
 from regauge.layout import files
 from regauge.layout.spec import Layout
@@ -29,14 +30,22 @@ from regauge.serve.pairing import UNKNOWN
 
 GATEWAY, PREFILL, DECODE = "gateway", "prefill-0", "decode-0"
 CONNECTOR: Final = "regauge.engines.vllm.connector"
-_SERVER: Final = "vllm.entrypoints.openai.api_server"
-_DEFAULTS: Final = {
-    "VLLM_LOGGING_LEVEL": "WARNING",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_HOST_IP": "127.0.0.1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # vLLM would bind both engines to the same cores
+BACKEND: Final = "regauge"
+"""As SGLang's transfer backend."""
+_SERVERS: Final[Mapping[EngineName, str]] = {
+    "vllm": "vllm.entrypoints.openai.api_server",
+    "sglang": "sglang.launch_server",
 }
-"""Environment of a vLLM server that is started here, where the user's own says nothing else."""
+_DEFAULTS: Final[Mapping[EngineName, Mapping[str, str]]] = {
+    "vllm": {
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_HOST_IP": "127.0.0.1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # vLLM would bind both engines to the same cores
+    },
+    "sglang": {"SGLANG_HOST_IP": "127.0.0.1", "TOKENIZERS_PARALLELISM": "false"},
+}
+"""Environment of a server that is started here, where the user's own says nothing else."""
 _TRIES: Final = 100
 
 
@@ -50,7 +59,7 @@ class Deployment:
     verdict: Verdict | None
     """None: an engine tells its layout once it runs."""
     prefill: Layout | None
-    """None: that engine is vLLM."""
+    """None: that engine has an API of its own, and tells its layout."""
     decode: Layout | None
     control: str
     """Numeric address at which decode takes control connections."""
@@ -76,22 +85,26 @@ def commands(deployment: Deployment, folder: Path, *, log_json: bool = False) ->
     addresses = []
     peers: dict[str, tuple[str, int]] = {}
     roles: tuple[tuple[str, Role, Layout | None], ...] = ((DECODE, "decode", d.decode), (PREFILL, "prefill", d.prefill))
-    *ports, control = free_ports(wire.WORKER_HOST, wire.WORKER_HOST, d.control)
-    for (name, role, layout), port in zip(roles, ports, strict=True):
+    needed = [_ports(d.config.engine(role)) for _, role, _ in roles]
+    port = consecutive_ports(sum(needed), wire.WORKER_HOST, d.control)
+    for (name, role, layout), count in zip(roles, needed, strict=True):
         engine = d.config.engine(role)
-        if engine.vllm is not None and engine.vllm.server is not None:
-            address = _elsewhere(role, engine.vllm.server, engine.vllm.ranks, secure=d.config.transfer.tls is not None)
-        elif engine.vllm is not None:
-            address, command = _vllm(d, name, role, engine, token, key_file, port)
-            started.append(command)
+        if engine.served is not None and engine.served.server is not None:
+            address = _elsewhere(role, engine, engine.served.server, secure=d.config.transfer.tls is not None)
+        elif engine.served is not None:
+            given = _Given(name, role, engine, engine.served, port)
+            arguments, secret = _ARGUMENTS[engine.name](d, given, token, folder, key_file)
+            address = given.address(d)
+            started.append(given.command(arguments, secret))
         else:
             if layout is None:
                 raise ConfigError(f"{role}: a local engine has a layout")
-            address, spec = _local(d, name, role, layout, token, (port, control), peers, log_json=log_json)
+            address, spec = _local(d, name, role, layout, token, (port, port + 1), peers, log_json=log_json)
             started.append(_module("regauge.serve.worker_process", name, _write(folder, name, spec)))
         if role == "decode":
             peers = address.receivers
         addresses.append(address)
+        port += count
     verdict = (
         wire.VerdictInfo(UNKNOWN)
         if d.verdict is None
@@ -100,7 +113,7 @@ def commands(deployment: Deployment, folder: Path, *, log_json: bool = False) ->
     gateway = wire.GatewaySpec(
         config=d.config, model_folder=str(d.folder), model_name=d.model, token=token, workers=addresses, verdict=verdict,
         layouts={name: files.encode(layout, format="json") for name, _, layout in roles if layout is not None},
-        key=d.key if any(each.engine == "vllm" for each in addresses) else "", log_json=log_json,
+        key=d.key if any(each.engine != "local" for each in addresses) else "", log_json=log_json,
     )  # fmt: skip
     started.append(_module("regauge.serve.gateway", GATEWAY, _write(folder, GATEWAY, gateway)))
     return started
@@ -128,56 +141,128 @@ def _local(
     return wire.WorkerAddress(name, role, f"http://{wire.WORKER_HOST}:{port}", [rank]), spec
 
 
+@dataclass(frozen=True)
+class _Given:
+    """A server that is started here. From `port` on it has that of its API, of its ranks' control connections, of their status, and of prefill's rooms."""
+
+    name: str
+    role: Role
+    engine: EngineConfig
+    served: ServedConfig
+    port: int
+
+    @property
+    def control(self) -> int:
+        """Of rank 0."""
+        return self.port + 1
+
+    @property
+    def status(self) -> int:
+        """Of rank 0."""
+        return self.control + self.served.ranks
+
+    @property
+    def rooms(self) -> int:
+        """Of SGLang's prefill."""
+        return self.status + self.served.ranks
+
+    def settings(self, d: Deployment, key_file: Path) -> Settings:
+        """Return what the engine's adapter is told."""
+        return Settings(
+            name=self.name, model=d.model, transfer=msgspec.structs.replace(d.config.transfer, key_file=str(key_file)),
+            port=self.control if self.role == "decode" else 0, status_port=self.status,
+        )  # fmt: skip
+
+    def address(self, d: Deployment) -> wire.WorkerAddress:
+        """Return where the gateway and the ranks' peers find it."""
+        ranks = [
+            wire.RankAddress(
+                f"{self.name}.{i}",
+                (d.control, self.control + i) if self.role == "decode" else None,
+                _url(d.control, self.status + i, secure=d.config.transfer.tls is not None),
+            )
+            for i in range(self.served.ranks)
+        ]
+        url = f"http://{wire.WORKER_HOST}:{self.port}"
+        return wire.WorkerAddress(self.name, self.role, url, ranks, self.engine.name)
+
+    def command(self, arguments: Sequence[str], own: Mapping[str, str]) -> Command:
+        """Return how it is started. `own`: variables that the user's environment does not change."""
+        python = self.served.python or sys.executable
+        start = (sys.executable, "-m", "regauge.serve.tied", python, "-m", _SERVERS[self.engine.name])
+        threads = self.engine.threads or max((os.cpu_count() or 2) // 2, 1)
+        environment = {**_DEFAULTS[self.engine.name], "OMP_NUM_THREADS": str(threads), **os.environ, **own}
+        return Command(self.name, (*start, *arguments, *self.served.args), environment)
+
+
 def _vllm(
-    d: Deployment, name: str, role: Role, engine: EngineConfig, token: str, key_file: Path, port: int
-) -> tuple[wire.WorkerAddress, Command]:
-    given = engine.vllm
-    if given is None:
-        raise ConfigError(f"{role}: this engine is not vLLM")
-    # Ranks listen at consecutive ports: those of the control connections, then those of the status.
-    base = consecutive_ports(d.control, 2 * given.ranks)
-    transfer = msgspec.structs.replace(d.config.transfer, key_file=str(key_file))
+    d: Deployment, given: _Given, token: str, folder: Path, key_file: Path
+) -> tuple[list[str], Mapping[str, str]]:
+    del folder
     connector = {
         "kv_connector": "RegaugeConnector",
         "kv_connector_module_path": CONNECTOR,
-        "kv_role": "kv_producer" if role == "prefill" else "kv_consumer",
+        "kv_role": "kv_producer" if given.role == "prefill" else "kv_consumer",
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {
-            "name": name,
-            "model": d.model,
-            "port": base if role == "decode" else 0,
-            "status_port": base + given.ranks,
-            "transfer": msgspec.to_builtins(transfer),
-        },
+        "kv_connector_extra_config": msgspec.to_builtins(given.settings(d, key_file)),
     }
-    python = given.python or sys.executable
     arguments = [
-        sys.executable, "-m", "regauge.serve.tied", python, "-m", _SERVER, "--model", str(d.folder), "--served-model-name", d.model,
-        "--host", wire.WORKER_HOST, "--port", str(port), "--max-model-len", str(engine.max_context),
-        "--tensor-parallel-size", str(given.ranks), "--enable-prompt-tokens-details",
-        "--disable-uvicorn-access-log", "--kv-transfer-config", json.dumps(connector), *given.args,
+        "--model", str(d.folder), "--served-model-name", d.model, "--host", wire.WORKER_HOST, "--port", str(given.port),
+        "--max-model-len", str(given.engine.max_context), "--tensor-parallel-size", str(given.served.ranks),
+        "--enable-prompt-tokens-details", "--disable-uvicorn-access-log", "--kv-transfer-config", json.dumps(connector),
     ]  # fmt: skip
-    threads = engine.threads or max((os.cpu_count() or 2) // 2, 1)
-    environment = {**_DEFAULTS, "OMP_NUM_THREADS": str(threads), **os.environ, "VLLM_API_KEY": token}
-    ranks = [
-        wire.RankAddress(
-            f"{name}.{i}",
-            (d.control, base + i) if role == "decode" else None,
-            _url(d.control, base + given.ranks + i, secure=d.config.transfer.tls is not None),
-        )
-        for i in range(given.ranks)
-    ]
-    url = f"http://{wire.WORKER_HOST}:{port}"
-    return wire.WorkerAddress(name, role, url, ranks, "vllm"), Command(name, tuple(arguments), environment)
+    return arguments, {"VLLM_API_KEY": token}
 
 
-def _elsewhere(role: Role, server: ServerConfig, count: int, *, secure: bool) -> wire.WorkerAddress:
+def _sglang(
+    d: Deployment, given: _Given, token: str, folder: Path, key_file: Path
+) -> tuple[list[str], Mapping[str, str]]:
+    """SGLang reads its API key from an option alone, and options from a file."""
+    told, options = folder / f"{given.name}.toml", folder / f"{given.name}.yaml"
+    wire.write_private(told, msgspec.toml.encode(_valued(msgspec.to_builtins(given.settings(d, key_file)))))
+    wire.write_private(options, json.dumps({"api-key": token}).encode())
+    arguments = [
+        "--config", str(options), "--model-path", str(d.folder), "--served-model-name", d.model,
+        "--host", wire.WORKER_HOST, "--port", str(given.port), "--context-length", str(given.engine.max_context),
+        "--tp-size", str(given.served.ranks), "--disaggregation-mode", given.role,
+        "--disaggregation-transfer-backend", BACKEND, "--disable-overlap-schedule",
+        "--incremental-streaming-output", "--log-level", "warning",
+    ]  # fmt: skip
+    if given.role == "prefill":  # whoever asks it for a room; the gateway's requests name their ranks
+        arguments += ["--disaggregation-bootstrap-port", str(given.rooms)]
+    own = {SGLANG: str(told)}
+    if "cpu" in _values(given.served.args, "--device"):
+        own["SGLANG_USE_CPU_ENGINE"] = "1"  # which its own option does not do
+    return arguments, own
+
+
+_ARGUMENTS: Final = {"vllm": _vllm, "sglang": _sglang}
+
+
+def _valued(value: Any) -> Any:
+    """Leave out what is None, which TOML has no word for."""
+    if isinstance(value, dict):
+        return {name: _valued(each) for name, each in value.items() if each is not None}
+    return value
+
+
+def _values(args: Sequence[str], option: str) -> Iterator[str]:
+    """Yield the values that an option is given, as `--option value` or `--option=value`."""
+    for i, argument in enumerate(args):
+        if argument == option:
+            yield from args[i + 1 : i + 2]
+        elif argument.startswith(f"{option}="):
+            yield argument.removeprefix(f"{option}=")
+
+
+def _elsewhere(role: Role, engine: EngineConfig, server: ServerConfig, *, secure: bool) -> wire.WorkerAddress:
+    where, count = f"{role}.{engine.name}.server", engine.served.ranks if engine.served else 1
     if role == "decode" and not server.control:
         raise ConfigError(
-            "decode.vllm.server.control: give the address at which its rank 0 takes control connections, as 10.0.0.2:9100"
+            f"{where}.control: give the address at which its rank 0 takes control connections, as 10.0.0.2:9100"
         )
-    control = _host_port(f"{role}.vllm.server.control", server.control) if role == "decode" else None
-    status = _host_port(f"{role}.vllm.server.status", server.status) if server.status else None
+    control = _host_port(f"{where}.control", server.control) if role == "decode" else None
+    status = _host_port(f"{where}.status", server.status) if server.status else None
     ranks = [
         wire.RankAddress(
             f"{server.name}.{i}", (control[0], control[1] + i) if control else None,
@@ -190,8 +275,8 @@ def _elsewhere(role: Role, server: ServerConfig, count: int, *, secure: bool) ->
         try:
             token = Path(server.token_file).read_text(encoding="ascii").strip()
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{role}.vllm.server.token_file {server.token_file!r}: {error}") from error
-    return wire.WorkerAddress(server.name, role, server.url, ranks, "vllm", token)
+            raise ConfigError(f"{where}.token_file {server.token_file!r}: {error}") from error
+    return wire.WorkerAddress(server.name, role, server.url, ranks, engine.name, token)
 
 
 def _host_port(setting: str, text: str) -> tuple[str, int]:
@@ -225,15 +310,28 @@ def free_ports(*hosts: str) -> list[int]:
     return ports
 
 
-def consecutive_ports(host: str, count: int) -> int:
-    """Return the first of `count` ports in a row that nobody listens on now. Raises ConfigError if none are found."""
+def _ports(engine: EngineConfig) -> int:
+    """Return how many ports a worker needs: that of its API and of its control connections; see `_Given` for more."""
+    if engine.served is None:
+        return 2
+    return 0 if engine.served.server is not None else 2 * engine.served.ranks + 2
+
+
+def consecutive_ports(count: int, *hosts: str) -> int:
+    """Return the first of `count` ports in a row that nobody listens on now, at none of these numeric addresses.
+
+    They are below those that the system gives, so that a server which loads a model for minutes, and listens then, finds them free still.
+    Raises ConfigError if none are found, and for an address that cannot be bound.
+    """
+    free_ports(*hosts)
     for _ in range(_TRIES):
         first = random.randrange(20_000, 32_000 - count)  # noqa: S311  # below those that the system gives
         with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
-            for port in range(first, first + count):
-                stack.enter_context(_socket(host)).bind((host, port))
+            for host in set(hosts):
+                for port in range(first, first + count):
+                    stack.enter_context(_socket(host)).bind((host, port))
             return first
-    raise ConfigError(f"{host}: no {count} free ports in a row were found")
+    raise ConfigError(f"{', '.join(hosts)}: no {count} free ports in a row were found")
 
 
 def _socket(host: str) -> socket.socket:

@@ -5,8 +5,9 @@ legs start at the same time, under a fresh transfer id: the decode worker's stre
 prefill worker's call, which computes the prompt and delivers the KV cache. A leg that fails ends the other at once.
 However a choice ends other than by both legs' good end, both workers are told to drop it.
 
-A decode engine that computes prompts itself (`Connection.computes`) needs no prefill worker: where that is lost, or fails before the
-first token, the choice begins again on decode alone. The client sees a later first token, and nothing else.
+Where prefill is lost, or fails before the first token, the choice begins again, once: on decode alone, if that is an engine that computes
+prompts itself (`Connection.computes`); else as soon as prefill is usable, which is waited for a while. The client sees a later first token,
+and nothing else.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal
 
 from regauge.engines.local.sampling import SamplingParams
+from regauge.engines.sglang import room
 from regauge.errors import ProtocolError, RegaugeError
 from regauge.observe import ERROR, REQUEST_ID, WORKER, Metrics, get_logger
 from regauge.serve import wire
@@ -34,6 +36,8 @@ RETRY_AFTER_S: Final = 1
 UNAVAILABLE: Final = "worker_unavailable"
 _SYMPTOMS: Final = frozenset({"transfer_failed", "timeout", "aborted"})
 """What a worker says when its peer is at fault, or may be."""
+_PASSING: Final = _SYMPTOMS - {"timeout"} | {"engine_failed", "draining"}
+"""What a prefill worker says of a request that may go well another time."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +74,7 @@ class Tally:
 class Job:
     """The choices of one client request, merged into one stream of deltas; `close` it, whatever happened.
 
-    `spawn` runs an abort beside the request, so that neither the client nor a cancellation cuts it short.
+    `limit_s` is for all of it; for a prefill worker to come back nothing waits longer than `wait_s`. `spawn` runs an abort beside the request, so that neither the client nor a cancellation cuts it short.
     """
 
     def __init__(
@@ -81,6 +85,7 @@ class Job:
         metrics: Metrics,
         *,
         limit_s: float,
+        wait_s: float,
         headers: Mapping[str, str],
         spawn: Callable[[Coroutine[None, None, None]], None],
     ) -> None:
@@ -90,6 +95,7 @@ class Job:
         self._tokenizer = tokenizer
         self._metrics = metrics
         self._deadline = asyncio.get_running_loop().time() + limit_s
+        self._wait_s = wait_s
         self._headers = headers
         self._spawn = spawn
         self._queue: asyncio.Queue[Delta | BaseException] = asyncio.Queue()
@@ -139,19 +145,38 @@ class Job:
             self._queue.put_nowait(error)
 
     async def _run(self, choice: Choice) -> None:
-        workers = self._workers
-        if workers.prefill.usable or not workers.decode.client.computes:
+        alone = self._workers.decode.client.computes
+        if self._workers.prefill.usable or not alone:
             text = _ChoiceText(choice, self._tokenizer)
             try:
                 await self._together(choice, text)
                 return
             except (WorkerLost, WorkerError) as error:
-                if error.role == "decode" or text.count or not workers.decode.client.computes:
+                if text.count or not (error.role == "prefill" if alone else self._wait_s and _may_pass(error)):
                     raise
+                if not alone:
+                    await self._returned(choice, error)
+                    again = replace(choice, request_id=f"{choice.request_id}-again", transfer_id=room.new_transfer())
+                    await self._together(again, _ChoiceText(again, self._tokenizer))
+                    return
                 fields = {REQUEST_ID: choice.request_id, ERROR: str(error)}
                 get_logger().warning("decode computes the prompt itself", **fields)
         self._metrics.bypassed.inc()
         await self._decode(choice, _ChoiceText(choice, self._tokenizer), None)
+
+    async def _returned(self, choice: Choice, error: WorkerLost | WorkerError) -> None:
+        """Wait until prefill is usable again after an error; raise the error if it is not in time."""
+        loop, log = asyncio.get_running_loop(), get_logger(**{REQUEST_ID: choice.request_id})
+        begun = loop.time()
+        log.warning("the request waits for prefill, to begin again", **{ERROR: str(error)})
+        try:
+            async with asyncio.timeout_at(min(begun + self._wait_s, self._deadline)):
+                await self._workers.prefill.returned()
+        except TimeoutError:
+            log.error("prefill did not come back in time", seconds=round(loop.time() - begun, 3))
+            raise error from None
+        self._metrics.retried.inc()
+        log.info("the request begins again", seconds=round(loop.time() - begun, 3))
 
     async def _together(self, choice: Choice, text: _ChoiceText) -> None:
         prefill = asyncio.create_task(self._prefill(choice))
@@ -202,7 +227,8 @@ class Job:
                 if isinstance(event, wire.TokenEvent):
                     if not text.count:
                         text.ttft_s = time.monotonic() - self.tally.arrived
-                    if prefill is not None and event.logprob is None and choice.sampling.logprobs is not None:
+                    asked = choice.sampling.logprobs is not None and not text.count
+                    if prefill is not None and event.logprob is None and asked:
                         # The first token of an engine whose hand-over has no log-probabilities: its answer has them.
                         first = await asyncio.shield(prefill)
                         event = wire.TokenEvent(event.token, first.logprob, first.top)
@@ -328,6 +354,14 @@ def _errors(legs: Sequence[asyncio.Task[Any]]) -> list[BaseException]:
 
 def _is_symptom(error: BaseException) -> bool:
     return isinstance(error, WorkerError) and error.event.code in _SYMPTOMS
+
+
+def _may_pass(error: WorkerLost | WorkerError) -> bool:
+    """Whether a request that failed so may go well once prefill is usable again."""
+    if isinstance(error, WorkerError):
+        # Decode's complaint of a transfer: prefill is gone since it answered.
+        return error.event.code == "transfer_failed" or (error.role == "prefill" and error.event.code in _PASSING)
+    return error.role == "prefill"
 
 
 def _cause(legs: Sequence[asyncio.Task[Any]]) -> BaseException:

@@ -15,14 +15,14 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
 import aiohttp
 
-from regauge.config import ServeConfig, TransferConfig, cache_dir
+from regauge.config import EngineName, ServeConfig, TransferConfig, cache_dir
 from regauge.engines.local.prepare import prepare
 from regauge.engines.local.weights import weights_digest
 from regauge.errors import ConfigError, EngineError, Refused
@@ -39,6 +39,7 @@ READY_S: Final = 300.0
 STOP_S: Final = 20.0
 RESTARTS: Final = 5
 RESTART_WINDOW_S: Final = 60.0
+_NAMES: Final[Mapping[EngineName, str]] = {"vllm": "vLLM", "sglang": "SGLang"}
 
 Say = Callable[[str], None]
 
@@ -97,12 +98,12 @@ def plan_deployment(config: ServeConfig, say: Say) -> Deployment:
     folder = prepare(config.model, cache_dir(), say)
     model = load_model(str(folder))
     prefill, decode = [
-        None if engine.vllm else with_pages(load_named(text, str(folder)), engine.pool_tokens)
+        None if engine.served else with_pages(load_named(text, str(folder)), engine.pool_tokens)
         for text, engine in ((config.prefill_layout, config.prefill), (config.decode_layout, config.decode))
     ]
     gate = from_config(config.quality)
     if prefill is None or decode is None:
-        _check_vllm(config)
+        _check_served(config)
         return Deployment(config, folder, model.name, None, prefill, decode, control, key)
     verdict = check(prefill, decode)
     if gate is not None and verdict.path == "CONVERT":
@@ -113,23 +114,23 @@ def plan_deployment(config: ServeConfig, say: Say) -> Deployment:
     return Deployment(config, folder, model.name, verdict, prefill, decode, control, key)
 
 
-def _check_vllm(config: ServeConfig) -> None:
-    """Raise ConfigError for what does not go together with a vLLM server."""
+def _check_served(config: ServeConfig) -> None:
+    """Raise ConfigError for what does not go together with an engine that has an API of its own."""
     if config.quality.require:
         raise ConfigError(
-            "quality.require: a vLLM server's layout is known only once it runs; leave it out, or use the local engine"
+            "quality.require: the layout of vLLM or SGLang is known only once it runs; leave it out, or use the local engine"
         )
-    engines = (config.prefill, config.decode)
-    if any(each.vllm and each.vllm.server for each in engines) and not config.transfer.key_file:
-        raise ConfigError("transfer.key_file: give the file with the key that the vLLM servers' connectors have")
+    served = (config.prefill.served, config.decode.served)
+    if any(each and each.server for each in served) and not config.transfer.key_file:
+        raise ConfigError("transfer.key_file: give the file with the key that the servers' adapters have")
 
 
 def describe(deployment: Deployment) -> str:
     """Return the pair's verdict in a few lines."""
     c, v = deployment.config, deployment.verdict
     lines = [
-        f"prefill  {'vLLM' if c.prefill.vllm else c.prefill_layout}",
-        f"decode   {'vLLM' if c.decode.vllm else c.decode_layout}",
+        f"prefill  {_NAMES.get(c.prefill.name, c.prefill_layout)}",
+        f"decode   {_NAMES.get(c.decode.name, c.decode_layout)}",
     ]
     if v is None:
         return "\n".join([*lines, "path     known when both engines run: see /version"])

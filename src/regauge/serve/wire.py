@@ -179,7 +179,7 @@ class RankAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     control: tuple[str, Port] | None = None
     """Where a decode rank takes control connections."""
     status: str = ""
-    """URL of a vLLM rank's own status (`engines/status.py`); empty: it has none."""
+    """URL of the own status (`engines/status.py`) of a rank of an engine with an API; empty: it has none."""
 
 
 class WorkerAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Final
 
+from regauge.config import EngineName
 from regauge.errors import ConfigError, ProtocolError, RegaugeError
 from regauge.move.state import Totals
 from regauge.observe import ERROR, ROLE, WORKER, Metrics, get_logger
@@ -17,16 +18,19 @@ from regauge.serve import wire
 from regauge.serve.client import WorkerClient
 from regauge.serve.connection import Connection, RequestTimeout, WorkerError, WorkerLost
 from regauge.serve.debug import WorkerView
+from regauge.serve.engine_client import EngineClient
+from regauge.serve.sglang import SglangClient
 from regauge.serve.vllm import VllmClient
 
 DEBUG_S: Final = 2.0
+_DIALECTS: Final[Mapping[EngineName, type[EngineClient]]] = {"vllm": VllmClient, "sglang": SglangClient}
 
 
 @dataclass(frozen=True)
 class HealthPolicy:
     """A worker is dead after a refused connection, or `misses` polls in a row without an answer in `limit_s`."""
 
-    period_s: float = 1.0
+    period_s: float = 0.5
     limit_s: float = 2.0
     misses: int = 3
 
@@ -47,6 +51,12 @@ class Worker:
         self._counted = Totals()
         """What is in the metrics of the process `_pid`."""
         self._doubt = asyncio.Event()
+        self._begun = 0
+        """Polls so far."""
+        self._answered = 0
+        """The latest of them that was answered."""
+        self._polled = asyncio.Event()
+        """Set by the end of the next poll, which puts another one here."""
         metrics.worker_down(client.name, client.role)
 
     @property
@@ -58,17 +68,30 @@ class Worker:
         """Ask at once: a request has just lost this worker."""
         self._doubt.set()
 
+    async def returned(self) -> None:
+        """Wait until it is usable, as a poll finds it that begins after this call."""
+        self.doubt()
+        before = self._begun
+        while self._answered <= before or not self.usable:
+            await self._polled.wait()
+
     async def watch(self) -> None:
         """Poll the worker until cancelled."""
         while True:
+            self._doubt.clear()  # a doubt that comes while it is asked is of a later time: it is asked again
             await self.poll()
-            self._doubt.clear()
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._policy.period_s):
                     await self._doubt.wait()
 
     async def poll(self) -> None:
         """Ask once, and note the outcome."""
+        self._begun += 1
+        await self._poll(self._begun)
+        polled, self._polled = self._polled, asyncio.Event()
+        polled.set()
+
+    async def _poll(self, number: int) -> None:
         try:
             health = await self.client.health(self._policy.limit_s)
         except RequestTimeout as error:
@@ -80,7 +103,7 @@ class Worker:
         except (WorkerError, ProtocolError) as error:
             self._note(False, str(error))
         else:
-            self._missed = 0
+            self._missed, self._answered = 0, number
             self.draining = health.status == "draining"
             self._note(True, "")
             self._metrics.worker_up.labels(self.client.name, self.client.role).set(1)
@@ -161,8 +184,8 @@ class Workers:
             given = ", ".join(f"{address.name} ({address.role})" for address in addresses) or "none"
             raise ConfigError(f"workers: one prefill and one decode worker are needed, got {given}")
         clients: list[Connection] = [
-            VllmClient(each, each.token or token, model, key, tls)
-            if each.engine == "vllm"
+            _DIALECTS[each.engine](each, each.token or token, model, key, tls)
+            if each.engine in _DIALECTS
             else WorkerClient(each, token)
             for each in (by_role["prefill"], by_role["decode"])
         ]

@@ -25,6 +25,7 @@ with warnings.catch_warnings():  # of SGLang's own imports
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     from regauge.engines.sglang import conn, contract, plugin, row
+from regauge.engines import settings
 from regauge.engines.handover import Handover, decode, encode
 from regauge.engines.sglang.state import State
 from regauge.errors import ConfigError, EngineError
@@ -144,7 +145,7 @@ def test_a_sglang_that_has_drifted_ends_with_the_reason(monkeypatch: pytest.Monk
 
 
 def test_without_settings_the_server_ends_with_the_variables_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(conn.SETTINGS, raising=False)
+    monkeypatch.delenv(settings.SGLANG, raising=False)
     manager = conn.Manager(SimpleNamespace(state_types=[]), utils.DisaggregationMode.DECODE, None)
     with pytest.raises(ConfigError, match="REGAUGE_SGLANG"):
         plugin.bound(lambda _: manager, None)
@@ -212,7 +213,12 @@ def test_a_row_that_was_anothers_before_keeps_nothing_of_it() -> None:
     fresh = utils.MetadataBuffers(1, 8, torch.float32, 1)
     row.write(fresh, 0, Handover(2), 8)
     for name in row.TENSORS:
-        assert torch.equal(getattr(buffers, name), getattr(fresh, name)), name
+        torch.testing.assert_close(
+            getattr(buffers, name), getattr(fresh, name), rtol=0, atol=0, equal_nan=True, msg=name
+        )
+    assert torch.isnan(buffers.output_token_logprobs_val[0][0]), (
+        "prefill did not say it: the gateway has it from elsewhere"
+    )
 
 
 def test_more_alternatives_than_a_row_holds_are_refused() -> None:

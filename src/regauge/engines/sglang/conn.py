@@ -46,8 +46,6 @@ from regauge.move.outbound import Address
 log = structlog.get_logger()
 
 ENGINE: Final = "sglang"
-SETTINGS: Final = "REGAUGE_SGLANG"
-"""Environment variable that names the file of settings."""
 
 
 class _OnePrefill:
@@ -99,9 +97,11 @@ class Manager(BaseKVManager):  # type: ignore[misc]  # SGLang has no types here
 
         Raises ConfigError and EngineError for what this adapter does not carry, and for pools that do not lie as declared.
         """
-        given = os.environ.get(SETTINGS)
+        given = os.environ.get(settings.SGLANG)
         if not given:
-            raise ConfigError(f"{SETTINGS}: name the file with this engine's settings; see docs/engines/sglang.md")
+            raise ConfigError(
+                f"{settings.SGLANG}: name the file with this engine's settings; see docs/engines/sglang.md"
+            )
         own, scheduler, pool, parallel = (
             settings.load(Path(given)),
             queue.scheduler,

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import secrets
 from typing import Annotated, Final
 
 import msgspec
@@ -58,6 +59,11 @@ def decode(address: str) -> To | From | None:
         return msgspec.json.decode(data, type=To | From)
     except (binascii.Error, ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors
         raise ProtocolError(f"bootstrap_host begins with {PREFIX!r} but is no leg of a transfer: {error}") from error
+
+
+def new_transfer() -> str:
+    """Return a transfer's name that no other has. No room is 0, which SGLang takes for none."""
+    return transfer(1 + secrets.randbelow(MAX_ROOM))
 
 
 def transfer(room: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Final
 
 from regauge.engines.handover import Handover
@@ -32,6 +33,8 @@ def read(buffers: Any, index: int, logprobs: int | None) -> Handover:
 def write(buffers: Any, index: int, handover: Handover, room: int) -> None:
     """Fill decode's row as SGLang's own backends do; the room, by which its scheduler knows that the row is there, comes last.
 
+    A log-probability that prefill does not know is not a number, which the API shows as null.
+
     Raises EngineError for more alternatives than a row holds.
     """
     top = handover.top or []
@@ -44,7 +47,7 @@ def write(buffers: Any, index: int, handover: Handover, room: int) -> None:
     buffers.cached_tokens[index][0] = sum(cached)
     for position, count in enumerate(cached, start=1):
         buffers.cached_tokens[index][position] = count
-    buffers.output_token_logprobs_val[index][0] = 0.0 if handover.logprob is None else handover.logprob
+    buffers.output_token_logprobs_val[index][0] = math.nan if handover.logprob is None else handover.logprob
     buffers.output_token_logprobs_idx[index][0] = handover.token
     buffers.output_top_logprobs_val[index].zero_()
     buffers.output_top_logprobs_idx[index].zero_()
