@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import hmac
 import socket
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from typing import Any, Final, TypeVar
 from urllib.parse import unquote
 
@@ -134,7 +135,7 @@ class StatusDoor:
     async def _get(self, path: str, query: Any) -> web.Response:
         if path == STATUS_PATH:
             limit = shown(query.get("limit"))
-            states = await asyncio.gather(*(_at(end, end.state(limit)) for end in self._ends))
+            states = await asyncio.gather(*(_at(end, partial(end.state, limit)) for end in self._ends))
             return _json(Status(self._home.name, self._engine, regauge.__version__, self._layout, states))
         if path.startswith(TRANSFERS_PATH):
             name, wait_s = unquote(path.removeprefix(TRANSFERS_PATH)), _seconds(query.get("wait_s"))
@@ -158,7 +159,7 @@ class StatusDoor:
 
 
 async def _end_at(end: Bridge, transfer: str, wait_s: float) -> TransferEnd | None:
-    x = await _at(end, end.end_of(transfer, wait_s))
+    x = await _at(end, partial(end.end_of, transfer, wait_s))
     return (
         None
         if x is None
@@ -166,9 +167,9 @@ async def _end_at(end: Bridge, transfer: str, wait_s: float) -> TransferEnd | No
     )
 
 
-async def _at(end: Bridge, work: Coroutine[Any, Any, T]) -> T:
-    """Run what belongs to an end's loop there."""
-    return await asyncio.wrap_future(end.start(work))
+async def _at(end: Bridge, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """Run what belongs to an end's loop there. It is made here: whoever asked may have gone before this began."""
+    return await asyncio.wrap_future(end.start(work()))
 
 
 def _seconds(text: str | None) -> float:
