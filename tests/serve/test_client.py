@@ -188,14 +188,17 @@ async def test_health_of_a_worker_is_noted_with_its_reason(tokenizer: Tokenizer)
         return metrics.registry.get_sample_value("regauge_worker_up", {"worker": "w", "role": "decode"})
 
     async with connected(tokenizer) as (echo, client):
-        worker = Worker(client, metrics, HealthPolicy(limit_s=0.05, misses=3))
+        patient, hasty = HealthPolicy(limit_s=WAIT_S, misses=3), HealthPolicy(limit_s=0.05, misses=3)
+        worker = Worker(client, metrics, patient)
         assert (worker.up, worker.reason, up()) == (False, "it was not asked yet", 0)
         await worker.poll()
         assert (worker.up, worker.reason, up()) == (True, "", 1)
         echo.frozen = asyncio.Event()
+        worker._policy = hasty  # only what never comes is waited for so shortly
         for expected in (True, True, False):
             await worker.poll()
             assert worker.up is expected
+        worker._policy = patient
         assert "3 times in a row" in worker.reason
         assert up() == 0
         echo.frozen.set()
