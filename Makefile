@@ -7,7 +7,7 @@ VLLM := .venv-vllm
 SGLANG := .venv-sglang
 ARGS ?=
 
-.PHONY: serve test test-planes test-transports test-vllm test-sglang test-mixed bench bench-vllm bench-sglang gpu check format clean
+.PHONY: serve test test-planes test-transports test-vllm test-sglang test-mixed test-postgres bench bench-vllm bench-sglang gpu check format clean
 
 serve: $(READY)  ## a real small model, served across a prefill and a decode process
 	$(BIN)/regauge serve $(ARGS)
@@ -26,6 +26,9 @@ test-vllm: $(VLLM)/.ready  ## real vLLM on the CPU, in an environment of its own
 
 test-sglang: $(SGLANG)/.ready  ## real SGLang on the CPU, in an environment of its own: 3 GiB, the first time some 10 minutes
 	$(SGLANG)/bin/python -m pytest tests/engines/sglang tests/real_sglang $(ARGS)
+
+test-postgres: $(VENV)/.postgres  ## receipts in a real PostgreSQL: Debian's package, and psycopg
+	$(BIN)/python -m pytest tests/real_postgres $(ARGS)
 
 test-mixed: $(READY) $(VLLM)/.ready $(SGLANG)/.ready  ## vLLM, SGLang and the embedded engine on either side of each other
 	$(BIN)/python -m pytest tests/real_mixed $(ARGS)
@@ -78,6 +81,10 @@ $(READY): pyproject.toml CMakeLists.txt $(wildcard native/*)
 
 $(VENV)/.transports: $(READY) scripts/install-transports
 	scripts/install-transports $(BIN)/python
+	@touch $@
+
+$(VENV)/.postgres: $(READY) scripts/install-postgres
+	scripts/install-postgres $(BIN)/python
 	@touch $@
 
 $(VLLM)/.ready: pyproject.toml scripts/install-vllm scripts/install-transports CMakeLists.txt $(wildcard native/*)

@@ -12,11 +12,21 @@ import json
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from regauge import __version__, cli_check, cli_conformance, cli_cost, cli_faults, cli_probe, cli_quality, cli_top
+from regauge import (
+    __version__,
+    cli_check,
+    cli_conformance,
+    cli_cost,
+    cli_faults,
+    cli_meter,
+    cli_probe,
+    cli_quality,
+    cli_top,
+)
 from regauge.errors import ConfigError, LayoutError, Refused, RegaugeError
 
 if TYPE_CHECKING:
@@ -76,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="regauge", formatter_class=argparse.RawDescriptionHelpFormatter,
         description="KV caches cross between unlike accelerators: checked, planned, carried.",
-        epilog="serving:   serve, top\nlayouts:   check, explain, layout, probe\nmeasuring: bench\nhelp:      version, collect-env\n\n"
+        epilog="serving:   serve, top\nlayouts:   check, explain, layout, probe\nmeasuring: bench\nbilling:   usage, invoice, prices, meter\nhelp:      version, collect-env\n\n"
         "exit codes: 0 fine, 1 found a problem, 2 misuse")  # fmt: skip
     verbs = parser.add_subparsers(dest="verb", metavar="COMMAND", required=True, parser_class=_Parser)
 
@@ -117,6 +127,7 @@ def _parser() -> argparse.ArgumentParser:
         verb("probe", "check a declared layout against an engine's bytes, or search a dump"), _LAYOUT_HELP, _MODEL_HELP
     )
     _bench_arguments(verb("bench", "measure what a conversion does to a model's answers, or what moving costs here"))
+    cli_meter.arguments(verb, _jobs)
     verb("version", "print the version")
     verb("collect-env", "print what a bug report needs")
     return parser
@@ -140,14 +151,20 @@ def _serve_arguments(serve: argparse.ArgumentParser) -> None:
     serve.add_argument("--log-json", action="store_true", help="one JSON object per log line")
 
 
-def _bench_arguments(bench: argparse.ArgumentParser) -> None:
-    jobs = bench.add_subparsers(dest="what", metavar="COMMAND", required=True, parser_class=_Parser)
+def _jobs(verb: argparse.ArgumentParser) -> Callable[[str, str], _Parser]:
+    """Return what adds a command, with its help, below a verb."""
+    jobs = verb.add_subparsers(dest="what", metavar="COMMAND", required=True, parser_class=_Parser)
 
     def job(name: str, text: str) -> _Parser:
         new: _Parser = jobs.add_parser(name, help=text, description=text)
         new.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="print JSON")
         return new
 
+    return job
+
+
+def _bench_arguments(bench: argparse.ArgumentParser) -> None:
+    job = _jobs(bench)
     cli_quality.accuracy_arguments(
         job("accuracy", "next-token agreement and perplexity against no transfer"), _LAYOUT_HELP
     )
@@ -170,7 +187,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code."""
     options = _parser().parse_args(arguments)
     verbs = {"serve": _serve, "check": _check, "explain": _explain, "layout": _layout, "probe": _probe, "bench": _bench,
-             "top": cli_top.run, "version": _version, "collect-env": _collect_env}  # fmt: skip
+             "top": cli_top.run, "usage": cli_meter.run, "invoice": cli_meter.run, "prices": cli_meter.run,
+             "meter": cli_meter.run, "version": _version, "collect-env": _collect_env}  # fmt: skip
     try:
         code = verbs[options.verb](options)
         sys.stdout.flush()  # here, where a reader that has gone is no error
@@ -364,20 +382,9 @@ def _version(options: argparse.Namespace) -> int:
 
 
 def _collect_env(options: argparse.Namespace) -> int:
-    import platform
-    from importlib import metadata
+    from regauge.cli_env import collect
 
-    from regauge.move import kernels
-
-    packages = ("numpy", "ml_dtypes", "msgspec", "starlette", "uvicorn", "aiohttp", "torch", "transformers")
-    found: dict[str, Any] = {
-        "regauge": __version__, "python": platform.python_version(), "platform": platform.platform(),
-        "cpus": os.cpu_count(), "kernels": kernels.isa(), "packages": {}}  # fmt: skip
-    for name in packages:
-        try:
-            found["packages"][name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found["packages"][name] = None
+    found = collect()
     if options.json:
         return _print_json(found)
     for key, value in found.items():

@@ -14,6 +14,8 @@
     ├── TransferFailed         one request's KV did not cross: says why
     ├── PoolExhausted          no free pages
     ├── EngineError            the engine failed on a request
+    ├── ReceiptError           a receipt contradicts itself, or is not signed by whom it names
+    ├── StoreError             the receipts' store cannot be read or written
     └── ConfigError            a configuration file or option is wrong: names the field and the remedy
 
 An error's text says what happened, where, and what to do.
@@ -84,6 +86,14 @@ class PoolExhausted(RegaugeError):
 
 class EngineError(RegaugeError):
     """The engine failed on a request."""
+
+
+class ReceiptError(RegaugeError):
+    """A receipt is malformed, contradicts itself, or is not signed by whom it names."""
+
+
+class StoreError(RegaugeError):
+    """The receipts' store cannot be read or written."""
 
 
 class ConfigError(RegaugeError):

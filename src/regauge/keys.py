@@ -7,7 +7,7 @@ import stat
 from pathlib import Path
 from typing import Final
 
-from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
@@ -60,6 +60,20 @@ def load_public(path: Path) -> Ed25519PublicKey:
     if not isinstance(key, Ed25519PublicKey):
         raise ConfigError(f"{path}: not an Ed25519 key; make one with `regauge bench keygen`")
     return key
+
+
+def sign(key: Ed25519PrivateKey, context: bytes, plain: bytes) -> str:
+    """Return the signature of `plain`, in hex; `context` names its kind, so that nothing signed is taken for something else."""
+    return key.sign(context + plain).hex()
+
+
+def verify(key: Ed25519PublicKey, context: bytes, plain: bytes, signature: str) -> bool:
+    """Say whether `signature` is what `sign` gives for exactly this, with that public key's private one."""
+    try:
+        key.verify(bytes.fromhex(signature), context + plain)
+    except (InvalidSignature, ValueError):
+        return False
+    return True
 
 
 def read_private(path: Path) -> bytes:

@@ -17,9 +17,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Final, Literal
 
 import msgspec
-from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
+from regauge import keys
 from regauge.errors import ConfigError, LayoutError
 from regauge.layout.spec import Component, Group, Kind, Layout, Model, Scale, format_layers, parse_layers, scale_table
 from regauge.plan.check import LaneVerdict, Verdict
@@ -161,16 +161,12 @@ def conversions(prefill: Layout, decode: Layout, verdict: Verdict) -> list[Conve
 def sign(record: Record, key: Ed25519PrivateKey) -> Signed:
     """Vouch for a record. Raises ConfigError for figures that are not finite: the conversion broke the model."""
     plain = _canonical(record)
-    return Signed(record, key.public_key().public_bytes_raw().hex(), key.sign(CONTEXT + plain).hex())
+    return Signed(record, key.public_key().public_bytes_raw().hex(), keys.sign(key, CONTEXT, plain))
 
 
 def verify(signed: Signed, key: Ed25519PublicKey) -> bool:
     """Say whether that key has signed exactly this record."""
-    try:
-        key.verify(bytes.fromhex(signed.signature), CONTEXT + _canonical(signed.record))
-    except (InvalidSignature, ValueError):
-        return False
-    return True
+    return keys.verify(key, CONTEXT, _canonical(signed.record), signed.signature)
 
 
 def encode(signed: Signed) -> bytes:
