@@ -43,11 +43,6 @@ def prompt(seed: int, tokens: int, *, vocabulary: int = 500) -> list[int]:
     return [1, *(rng.randrange(3, vocabulary) for _ in range(tokens - 1))]
 
 
-def common(a: Sequence[int], b: Sequence[int]) -> int:
-    """Return the length of the common beginning."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-
-
 def body(ids: Sequence[int], tokens: int, **more: Any) -> dict[str, Any]:
     """Return what /generate takes, greedy; `more` may say stream, rid, bootstrap_room and the like."""
     sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}

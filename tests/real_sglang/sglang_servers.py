@@ -276,6 +276,18 @@ class Pair:
         prefill, decode = self.begin(ids, tokens, **more)
         return prefill.result(), decode.result()
 
+    @contextlib.contextmanager
+    def halted(self) -> Iterator[None]:
+        """Neither server runs meanwhile: SGLang's schedulers take a core each, also when there is nothing to do."""
+        servers = (self.prefill, self.decode)
+        for server in servers:
+            server.send(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            for server in servers:
+                server.send(signal.SIGCONT)
+
     def at_rest(self) -> bool:
         """Neither side has anything of a request."""
         return self.prefill.at_rest() and self.decode.at_rest()

@@ -10,8 +10,8 @@ Three pairs of real servers on the CPU, with a small random model, one after the
 | bfloat16 to float32, `--kv-cache-dtype auto` | greedy tokens |
 | pages of 16 to pages of 64 | greedy tokens |
 
-What answers should be is transformers', in the dtype of either side, and how near one can come to it with its KV cast. `--backend regauge` asks the same of regauge's, `both` of one after the
-other. Every wait has an end. Exit 0: each defect was there with the stock backend, and none with regauge's; 1: something else was seen.
+What answers should be is transformers' with its own KV cast from one side's dtype to the other's (by_transformers.py). `--backend regauge` asks the same of regauge's, `both` of one after
+the other. Every wait has an end. Exit 0: each defect was there with the stock backend, and none with regauge's; 1: something else was seen.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pathlib import Path
 
 import msgspec
 import zmq
-from by_transformers import agreeing, both_say, handed_over, load
+from by_transformers import Reference, load
 from sglang_client import Answer, call, prompt
 from sglang_servers import OURS, STOCK, Pair, Side, Site, pair
 
@@ -58,49 +58,30 @@ class Row:
     """It was there; None: a control."""
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """What transformers says to each prompt."""
-
-    due: Sequence[Sequence[int]]
-    """Alone, in the dtype of decode."""
-    control: Sequence[Sequence[int]]
-    """Of that, the first tokens that it says in the dtype of prefill, too."""
-    ideal: tuple[int, int]
-    """How many tokens of the control come out if its own KV is cast from one dtype to the other, and of how many."""
+def wanted(model: Path, prefill: str, decode: str) -> Reference:
+    """Return what transformers says to each prompt."""
+    one = load(model, prefill)
+    return Reference(one, one if prefill == decode else load(model, decode), PROMPTS, TOKENS)
 
 
-def wanted(model: Path, prefill: str, decode: str) -> Wanted:
-    """Ask transformers."""
-    one, two = load(model, prefill), load(model, decode)
-    answers = {
-        name: [handed_over(*legs, ids, TOKENS) for ids in PROMPTS]
-        for name, legs in {"prefill": (one, one), "decode": (two, two), "both": (one, two)}.items()
-    }
-    control = both_say(answers["decode"], answers["prefill"])
-    return Wanted(answers["decode"], control, agreeing(answers["both"], control))
-
-
-def tokens(both: Pair, asked: str, said: Wanted, *, control: bool = False) -> Row:
-    """Ask for every prompt; a defect is a wrong text with an ordinary end."""
+def tokens(both: Pair, asked: str, due: Reference, *, control: bool = False) -> Row:
+    """Ask for every prompt; a defect is a wrong text with an ordinary end, with regauge also none."""
     begun = time.monotonic()
     answers = [both.through(ids, TOKENS)[1] for ids in PROMPTS]
     took = time.monotonic() - begun
-    agree, of = agreeing([answer.ids for answer in answers], said.control)
-    good = sum(answer.good for answer in answers)
-    seen = (
-        f"{good} of {len(answers)} answered with 200; of {of} tokens that both dtypes give alone, {agree} came out; of transformers' "
-        f"KV, cast, {said.ideal[0]}"
-    )
-    backend = both.prefill.site.backend
-    for answer, due in zip(answers[:2], said.due, strict=False):
-        print(f"    {backend} {asked}\n      came {answer.ids}\n      due  {list(due)}")
-    least = of if said.ideal[0] == of else of // 2  # nothing is rounded, or as much as may change a text
-    wrong = 4 * agree <= of if backend == STOCK else good < len(answers) or agree < least
-    return Row(backend, asked, seen, took, None if control else good > 0 and wrong)
+    backend, good = both.prefill.site.backend, sum(answer.good for answer in answers)
+    seen = f"{good} of {len(answers)} answered with 200"
+    defect = backend == OURS
+    if good == len(answers):
+        with both.halted():
+            verdict = due.judge([answer.ids for answer in answers])
+        seen, defect = f"{seen}; {verdict}", not verdict.right
+        for answer, best in zip(answers[:2], due.best, strict=False):
+            print(f"    {backend} {asked}\n      came {answer.ids}\n      due  {best}")
+    return Row(backend, asked, seen, took, None if control else defect)
 
 
-def pages(both: Pair, asked: str, said: Wanted) -> Row:
+def pages(both: Pair, asked: str, due: Reference) -> Row:
     """Ask once, then for every prompt where decode is still there; a defect is its end."""
     begun = time.monotonic()
     first = both.begin(PROMPTS[0], TOKENS, limit_s=PATIENCE_S)[1].result()
@@ -113,7 +94,7 @@ def pages(both: Pair, asked: str, said: Wanted) -> Row:
         return Row(
             both.prefill.site.backend, asked, f"decode's server has ended, status {code}: {line}", took, defect=True
         )
-    row = tokens(both, asked, said)
+    row = tokens(both, asked, due)
     return Row(both.prefill.site.backend, asked, f"decode lives; {row.seen}", row.seconds, row.defect)
 
 
