@@ -155,6 +155,7 @@ def test_what_prefill_computed_arrives_as_the_reference_says(
     engines.prefill.forget(s)
     engines.decode.forget(r)
     assert (engines.prefill._rooms, engines.decode._rooms) == ({}, {})
+    until(engines, lambda: len(engines.prefill.board) == 0)
 
 
 def test_prefill_that_is_aborted_tells_decode(engines: Engines) -> None:

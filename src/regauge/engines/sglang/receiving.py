@@ -18,7 +18,7 @@ from regauge.engines.ended import Ended
 from regauge.engines.ends import Ends
 from regauge.engines.handover import Handover
 from regauge.engines.sglang.callers import Callers
-from regauge.engines.sglang.room import From, To, check, decode, room, transfer
+from regauge.engines.sglang.room import From, read_leg, room, transfer
 from regauge.engines.sglang.state import State
 from regauge.errors import EngineError, ProtocolError, RegaugeError
 from regauge.move.outbound import Address
@@ -70,17 +70,12 @@ class DecodeRank:
         """A request has come for a room; `address`: its bootstrap address."""
         made = Receiving(number)
         try:
-            leg = decode(address)
-            check(number)
-            if isinstance(leg, To):
-                raise ProtocolError("bootstrap_host names ranks of decode: it was meant for prefill")
-            if number in self._rooms:
-                raise ProtocolError(f"bootstrap_room {number} has a request here already; give each its own")
+            leg = read_leg(number, address, From, self._rooms)
         except ProtocolError as error:
             made.failed = str(error)
             return made
         self._rooms[number] = made
-        if isinstance(leg, From):
+        if leg is not None:
             made.names = leg.ranks
         else:
             made.asked = True

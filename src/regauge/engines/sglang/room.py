@@ -16,7 +16,8 @@ from __future__ import annotations
 import base64
 import binascii
 import secrets
-from typing import Annotated, Final
+from collections.abc import Container
+from typing import Annotated, Final, TypeVar
 
 import msgspec
 
@@ -39,6 +40,9 @@ class From(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="from"):
     """Every rank of the prefill engine, in order."""
 
     ranks: Annotated[list[Name], msgspec.Meta(min_length=1, max_length=4096)]
+
+
+Leg = TypeVar("Leg", To, From)
 
 
 def encode(leg: To | From) -> str:
@@ -79,7 +83,18 @@ def room(transfer: str) -> int:
     return int(number)
 
 
-def check(number: object) -> None:
-    """Raise ProtocolError for a `bootstrap_room` that names no transfer; 0 means to SGLang that nothing has come yet."""
+def read_leg(number: object, address: str, wanted: type[Leg], taken: Container[int]) -> Leg | None:
+    """Read what a request says to an engine that has the rooms `taken`; None: the other side is to be asked for.
+
+    Raises ProtocolError for a `bootstrap_room` that names no transfer (0 means to SGLang that nothing has come yet) or is taken, and for
+    a leg that was meant for the other engine.
+    """
     if not isinstance(number, int) or not 0 < number <= MAX_ROOM:
         raise ProtocolError(f"bootstrap_room {number!r}: give each request one of its own, from 1 to {MAX_ROOM}")
+    if number in taken:
+        raise ProtocolError(f"bootstrap_room {number} has a request here already; give each its own")
+    leg = decode(address)
+    if leg is None or isinstance(leg, wanted):
+        return leg
+    named, meant = ("decode", "prefill") if isinstance(leg, To) else ("prefill", "decode")
+    raise ProtocolError(f"bootstrap_host names ranks of {named}: it was meant for {meant}")

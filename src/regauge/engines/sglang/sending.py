@@ -18,7 +18,7 @@ import structlog
 
 from regauge.engines.ended import Ended
 from regauge.engines.ends import Ends
-from regauge.engines.sglang.room import From, To, check, decode, transfer
+from regauge.engines.sglang.room import To, read_leg, transfer
 from regauge.engines.sglang.room import room as room_of
 from regauge.engines.sglang.rooms import Board
 from regauge.engines.sglang.state import State
@@ -30,9 +30,6 @@ log = structlog.get_logger()
 
 ABANDON_S: Final = 5.0
 """Most seconds for a transfer that another rank's failure ends."""
-
-Table = tuple[Sequence[int], int]
-"""Pages, and the token that they begin with."""
 
 
 @dataclass(eq=False)
@@ -74,7 +71,6 @@ class PrefillRank:
         self._rooms: dict[int, Sending] = {}
         self.board = Board(self._wanted, self._dropped, wait_s=wait_s)
         groups = list(enumerate(ends.layout.groups))
-        self._windowed = windowed
         self._full = _runs(sorted(layer for i, group in groups if i not in windowed for layer in group.layer_ids))
         self._late = _runs(sorted(layer for i, group in groups if i in windowed for layer in group.layer_ids))
 
@@ -82,13 +78,7 @@ class PrefillRank:
         """A request has come for a room; `address`: its bootstrap address."""
         made = Sending(room)
         try:
-            leg = decode(address)
-            check(room)
-            if isinstance(leg, From):
-                raise ProtocolError("bootstrap_host names ranks of prefill: it was meant for decode")
-            made.to = leg
-            if room in self._rooms:
-                raise ProtocolError(f"bootstrap_room {room} has a request here already; give each its own")
+            made.to = read_leg(room, address, To, self._rooms)
         except ProtocolError as error:
             made.failed = str(error)
             return made
@@ -200,10 +190,9 @@ class PrefillRank:
             self._over(s, s.failed)
 
     def _over(self, s: Sending, reason: str) -> None:
-        if self._rooms.get(s.room) is not s:
-            return
+        # The scheduler may have forgotten the room by now. A new request of its number is opened behind this in the loop.
         self.board.close(s.room, reason, time.monotonic())
-        if reason:
+        if reason and self._rooms.get(s.room) is s:
             del self._rooms[s.room]
 
     def _wanted(self, room: int, to: Mapping[str, Address]) -> None:
