@@ -10,6 +10,7 @@ import msgspec
 import pytest
 from aiohttp import web
 from serve_rig import WAIT_S
+from standing import listening
 
 from regauge.engines import status
 from regauge.layout import files
@@ -47,24 +48,18 @@ class Telling:
 
 @asynccontextmanager
 async def telling(layout: Layout, after: int = 0) -> AsyncIterator[Workers]:
-    app = web.Application()
-    app.router.add_get(status.STATUS_PATH, Telling(layout, after).answer)
-    runner = web.AppRunner(app, shutdown_timeout=0.1, access_log=None)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    ranks = [wire.RankAddress("d.0", ("127.0.0.1", 1), url)]
-    workers = Workers.connect(
-        [wire.WorkerAddress("p", "prefill", "http://127.0.0.1:1"), wire.WorkerAddress("d", "decode", url, ranks, "vllm")],
-        "token", Metrics.create("test"), key=KEY,
-    )  # fmt: skip
-    workers.decode.up = True
-    try:
-        yield workers
-    finally:
-        for worker in workers.both():
-            await worker.client.close()
-        await runner.cleanup()
+    async with listening([web.get(status.STATUS_PATH, Telling(layout, after).answer)]) as url:
+        ranks = [wire.RankAddress("d.0", ("127.0.0.1", 1), url)]
+        workers = Workers.connect(
+            [wire.WorkerAddress("p", "prefill", "http://127.0.0.1:1"), wire.WorkerAddress("d", "decode", url, ranks, "vllm")],
+            "token", Metrics.create("test"), key=KEY,
+        )  # fmt: skip
+        workers.decode.up = True
+        try:
+            yield workers
+        finally:
+            for worker in workers.both():
+                await worker.client.close()
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 from serve_rig import MODEL, TOKEN, WAIT_S, Rig, open_rig
+from standing import listening
 
 from regauge.config import LimitsConfig
 from regauge.engines.local.sampling import SamplingParams
@@ -71,18 +72,15 @@ class Stand:
 
 @asynccontextmanager
 async def standing() -> AsyncIterator[tuple[Stand, str]]:
-    stand, app = Stand(), web.Application()
-    app.router.add_post("/generate", stand.generate)
-    app.router.add_post("/abort_request", stand.abort)
-    app.router.add_get("/ready", stand.ready)
-    app.router.add_get("/model_info", stand.info)
-    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1, access_log=None)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    try:
-        yield stand, f"http://127.0.0.1:{runner.addresses[0][1]}"
-    finally:
-        await runner.cleanup()
+    stand = Stand()
+    routes = [
+        web.post("/generate", stand.generate),
+        web.post("/abort_request", stand.abort),
+        web.get("/ready", stand.ready),
+        web.get("/model_info", stand.info),
+    ]
+    async with listening(routes) as url:
+        yield stand, url
 
 
 @asynccontextmanager

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 from aiohttp import web
 from serve_rig import MODEL, TOKEN, WAIT_S, Rig, open_rig
+from standing import listening
 
 from regauge.engines.local.sampling import SamplingParams
 from regauge.engines.vllm.schedule import ReceiveParams, SendParams
@@ -72,17 +73,14 @@ class Stand:
 
 @asynccontextmanager
 async def standing() -> AsyncIterator[tuple[Stand, str]]:
-    stand, app = Stand(), web.Application()
-    app.router.add_post("/v1/completions", stand.complete)
-    app.router.add_get("/health", stand.health)
-    app.router.add_get("/v1/models", stand.models)
-    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1, access_log=None)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    try:
-        yield stand, f"http://127.0.0.1:{runner.addresses[0][1]}"
-    finally:
-        await runner.cleanup()
+    stand = Stand()
+    routes = [
+        web.post("/v1/completions", stand.complete),
+        web.get("/health", stand.health),
+        web.get("/v1/models", stand.models),
+    ]
+    async with listening(routes) as url:
+        yield stand, url
 
 
 @asynccontextmanager
