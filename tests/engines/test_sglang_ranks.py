@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import secrets
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -156,6 +157,25 @@ def test_what_prefill_computed_arrives_as_the_reference_says(
     engines.decode.forget(r)
     assert (engines.prefill._rooms, engines.decode._rooms) == ({}, {})
     until(engines, lambda: len(engines.prefill.board) == 0)
+
+
+def test_a_room_that_is_forgotten_at_once_leaves_the_board(engines: Engines) -> None:
+    """SGLang clears a sender in the pass in which it polls its success, ahead of the links' loop."""
+    s, r = engines.ask(next(rooms))
+    engines.allocate(r)
+    engines.compute(s)
+    until(engines, lambda: engines.decode.poll(r) is State.SUCCESS)
+    ends: list[Ended] = []
+    until(engines, lambda: bool(ends.extend(engines.pair.out.ended()) or ends))
+    engines.pair.out._ended += ends
+    held = threading.Event()
+    engines.pair.out.post(held.wait, 10)
+    assert engines.prefill.poll(s) is State.SUCCESS
+    engines.prefill.forget(s)
+    engines.decode.forget(r)
+    held.set()
+    run_in(engines.pair.out, lambda: None)
+    assert len(engines.prefill.board) == 0
 
 
 def test_prefill_that_is_aborted_tells_decode(engines: Engines) -> None:
