@@ -84,6 +84,7 @@ class EchoWorker:
         self.status = "ok"
         self.pid = 1
         self.quarantined = 0
+        self.cached = 0
         self.totals = Totals()
         self.transfers: list[TransferState] = []
         self.answer: Callable[[list[int]], str] | None = None
@@ -187,7 +188,9 @@ class EchoWorker:
             if self.linger is not None and not await self._unless_aborted(body.request_id, self.linger):
                 return self._error(wire.ErrorEvent("aborted", "aborted", self.name))
             first = self._answer(body.token_ids)[0]
-            return web.Response(body=wire.encode(wire.Prefilled(first, len(body.token_ids), 0, 0.01, 0.001)))
+            return web.Response(
+                body=wire.encode(wire.Prefilled(first, len(body.token_ids) - self.cached, self.cached, 0.01, 0.001))
+            )
         finally:
             self.running.discard(body.request_id)
 

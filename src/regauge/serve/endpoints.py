@@ -22,21 +22,22 @@ from regauge.engines.sglang import room
 from regauge.errors import ProtocolError
 from regauge.move.state import shown
 from regauge.observe import Metrics, get_logger
-from regauge.serve import wire
+from regauge.serve import anthropic, wire
 from regauge.serve.answer import JSON, SLOW_READER_S, Answer, House
 from regauge.serve.debug import Overview, is_loopback
+from regauge.serve.dialects import writer_for
 from regauge.serve.openai import (
     COMPLETION_MAX_TOKENS,
     SERVER_ERROR,
     ApiError,
     Ask,
+    Messages,
     bad,
     parse_chat,
     parse_completion,
 )
 from regauge.serve.pairing import Pairing
 from regauge.serve.relay import UNAVAILABLE, Choice, Job
-from regauge.serve.replies import Writer
 from regauge.serve.text import TemplateError, Tokenizer
 from regauge.serve.workers import Worker, Workers, view
 
@@ -77,6 +78,8 @@ class Gateway:
         return [
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
             Route("/v1/completions", self.complete, methods=["POST"]),
+            Route(anthropic.MESSAGES, self.messages, methods=["POST"]),
+            Route(anthropic.COUNT, self.count_tokens, methods=["POST"]),
             Route("/v1/models", self.models),
             Route("/v1/models/{id:path}", self.model),
             Route("/health", self.health),
@@ -112,6 +115,18 @@ class Gateway:
     async def complete(self, request: Request) -> Answer:
         """`POST /v1/completions`."""
         return await self._answer(request, parse_completion(await self._body(request)))
+
+    async def messages(self, request: Request) -> Answer:
+        """`POST /v1/messages`."""
+        return await self._answer(request, anthropic.parse_messages(await self._body(request)))
+
+    async def count_tokens(self, request: Request) -> Response:
+        """`POST /v1/messages/count_tokens`."""
+        model, messages = anthropic.parse_count(await self._body(request))
+        self._check_model(model)
+        long = sum(len(message["content"]) + PIECE for message in messages) > LONG_TEXT
+        ids = await asyncio.to_thread(self._encode_chat, messages) if long else self._encode_chat(messages)
+        return _json(anthropic.TokenCount(len(ids)))
 
     async def models(self, _: Request) -> Response:
         """`GET /v1/models`."""
@@ -245,17 +260,13 @@ class Gateway:
             headers=headers,
             spawn=self.house.spawn,
         )
-        echo = [self._tokenizer.decode(p) if isinstance(p, list) else p for p in ask.prompts] if ask.echo else []
-        writer = Writer(
-            id=f"{'chatcmpl' if ask.chat else 'cmpl'}-{secrets.token_hex(12)}",
-            created=int(time.time()),
+        writer = writer_for(
+            ask,
+            tokenizer=self._tokenizer,
             model=self._model,
             fingerprint=f"regauge-{self._pairing.verdict.path}",
-            chat=ask.chat,
-            usage_chunk=ask.include_usage,
-            logprobs=ask.sampling.logprobs is not None,
-            tokenizer=self._tokenizer,
-            echo=tuple(text for text in echo for _ in range(ask.n)),
+            request_id=request_id,
+            prompts=prompts,
         )
         self.house.enter(job)
         return Answer(
@@ -269,10 +280,7 @@ class Gateway:
 
     def _encode(self, ask: Ask) -> list[list[int]]:
         if ask.chat:
-            try:
-                return [self._tokenizer.encode_chat(ask.messages)]
-            except TemplateError as error:
-                raise bad("messages", str(error)) from error
+            return [self._encode_chat(ask.messages)]
         size = self._tokenizer.vocab_size
         prompts = []
         for index, prompt in enumerate(ask.prompts):
@@ -284,6 +292,12 @@ class Gateway:
                 where = "prompt" if len(ask.prompts) == 1 else f"prompt[{index}]"
                 raise bad(where, f"token ids go up to {size - 1}")
         return prompts
+
+    def _encode_chat(self, messages: Messages) -> list[int]:
+        try:
+            return self._tokenizer.encode_chat(messages)
+        except TemplateError as error:
+            raise bad("messages", str(error)) from error
 
     def _budget(self, ids: list[int], ask: Ask, prompt: int) -> int:
         """Return the most tokens to generate after a prompt."""

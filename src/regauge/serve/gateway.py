@@ -183,7 +183,7 @@ def listen(host: str, port: int) -> socket.socket:
 async def _on_api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)  # noqa: S101  # by registration
     request.scope["state"]["summary"] = {observe.ERROR: str(error)}
-    return error_response(error)
+    return error_response(error, request.url.path, request.state.request_id)
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
@@ -191,7 +191,8 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)  # noqa: S101  # by registration
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
     message = f"{request.method} {request.url.path}: {error.detail}"
-    response = error_response(ApiError(error.status_code, message, code=code))
+    told = ApiError(error.status_code, message, code=code)
+    response = error_response(told, request.url.path, request.state.request_id)
     response.headers.update(error.headers or {})
     return response
 
@@ -205,7 +206,9 @@ async def _on_bug(request: Request, _: Exception) -> Response:
             f"internal error; look for request {request_id} in the log",
             type=SERVER_ERROR,
             code="internal_error",
-        )
+        ),
+        request.url.path,
+        request_id,
     )
     response.headers["x-request-id"] = request_id
     return response

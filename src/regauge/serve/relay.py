@@ -281,24 +281,24 @@ class _ChoiceText:
         self.count += 1
         if self._keep:
             self._tokens.append(TokenInfo(event, self._chars))
-        text, hit = self._detokenizer.push(event.token), False
+        text, hit = self._detokenizer.push(event.token), None
         self._chars += len(text)
         if self.count > self._choice.sampling.min_tokens:
             text, hit = self._scanner.push(text)
         if hit:
-            return self._delta(text, "stop")
+            return self._delta(text, "stop", hit)
         return self._delta(text, None) if text else None
 
     def end(self, reason: Literal["stop", "length"]) -> Delta:
         """Return what was held back, with the reason."""
         text, hit = self._scanner.push(self._detokenizer.flush())
         if hit:
-            return self._delta(text, "stop")
+            return self._delta(text, "stop", hit)
         return self._delta(text + self._scanner.flush(), reason)
 
-    def _delta(self, text: str, finish: Literal["stop", "length"] | None) -> Delta:
+    def _delta(self, text: str, finish: Literal["stop", "length"] | None, stopped: str | None = None) -> Delta:
         tokens, self._tokens = tuple(self._tokens), []
-        return Delta(self._choice.index, text, tokens, finish)
+        return Delta(self._choice.index, text, tokens, finish, stopped)
 
 
 async def abort(worker: Worker, request_id: str) -> None:
