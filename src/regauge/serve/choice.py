@@ -50,21 +50,21 @@ class ChoiceText:
         self.tokens.append(event.token)
         if self._keep:
             self._infos.append(TokenInfo(event, self._chars))
-        text, hit = self._detokenizer.push(event.token), False
+        text, hit = self._detokenizer.push(event.token), None
         self._chars += len(text)
         if self.count > self._choice.sampling.min_tokens:
             text, hit = self._scanner.push(text)
         if hit:
-            return self._delta(text, "stop")
+            return self._delta(text, "stop", hit)
         return self._delta(text, None) if text else None
 
     def end(self, reason: Literal["stop", "length"]) -> Delta:
         """Return what was held back, with the reason."""
         text, hit = self._scanner.push(self._detokenizer.flush())
         if hit:
-            return self._delta(text, "stop")
+            return self._delta(text, "stop", hit)
         return self._delta(text + self._scanner.flush(), reason)
 
-    def _delta(self, text: str, finish: Literal["stop", "length"] | None) -> Delta:
+    def _delta(self, text: str, finish: Literal["stop", "length"] | None, stopped: str | None = None) -> Delta:
         infos, self._infos = tuple(self._infos), []
-        return Delta(self._choice.index, text, infos, finish)
+        return Delta(self._choice.index, text, infos, finish, stopped)

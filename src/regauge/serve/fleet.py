@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
 from regauge.config import EngineName, Role
@@ -48,7 +48,7 @@ class Fleet:
         router: Router,
         *,
         pairs: Pairs | None = None,
-        policy: HealthPolicy = HealthPolicy(),
+        policy: HealthPolicy | None = None,
         clock: Callable[[], float] | None = None,
     ) -> None:
         """`clock`: seconds, that the router counts in; None: those of the event loop. Raises ConfigError for two workers of one name."""
@@ -57,7 +57,7 @@ class Fleet:
         self.router = router
         self._dial = dial
         self._metrics = metrics
-        self._policy = policy
+        self._policy = policy or HealthPolicy()
         self._clock = clock or (lambda: asyncio.get_running_loop().time())
         self._watches: dict[str, asyncio.Task[None]] = {}
         self._asked: dict[str, asyncio.Task[None]] = {}

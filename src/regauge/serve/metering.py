@@ -63,7 +63,10 @@ class Meter:
             self._queue.put(self._word(attempt, outcome))
         except ReceiptError as error:
             self._refused(error, attempt.task.request_id)
-        said = (attempt.prefilled.receipt if attempt.prefilled else "", attempt.finish.receipt if attempt.finish else "")
+        said = (
+            attempt.prefilled.receipt if attempt.prefilled else "",
+            attempt.finish.receipt if attempt.finish else "",
+        )
         self.heard(line.encode() for line in said if line)
 
     def _word(self, attempt: Attempt, outcome: Outcome) -> Receipt:

@@ -23,11 +23,9 @@ MIXED: Final = "MIXED"
 class Pairs:
     """The verdicts of all pairs of a prefill and a decode worker. Layouts that are equal are judged once."""
 
-    def __init__(
-        self, known: Mapping[str, Layout] | None = None, given: wire.VerdictInfo = wire.VerdictInfo(UNKNOWN)
-    ) -> None:
+    def __init__(self, known: Mapping[str, Layout] | None = None, given: wire.VerdictInfo | None = None) -> None:
         """`given`: the verdict of the pairs among those whose layouts are `known`, where it was found with more than layouts; and of those that are not."""
-        self._given = given
+        self._given = given = given or wire.VerdictInfo(UNKNOWN)
         self._known = dict(known or {})
         self._first = frozenset(self._known) if given.path != UNKNOWN else frozenset[str]()
         self._silent: set[str] = set()

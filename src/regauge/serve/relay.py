@@ -13,6 +13,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Final
 
 import msgspec
 
@@ -32,8 +33,13 @@ from regauge.serve.connection import RequestTimeout, WorkerError, WorkerLost
 from regauge.serve.failures import blame, poisoned, refused
 from regauge.serve.fleet import Fleet
 from regauge.serve.metering import Meter
+from regauge.serve.names import Names
 from regauge.serve.replies import Delta, PromptDetails, Usage
 from regauge.serve.text import Tokenizer
+
+ALONE: Final = "NONE"
+"""Path of a prompt that decode computed itself."""
+
 
 @dataclass(frozen=True)
 class Service:
@@ -44,6 +50,7 @@ class Service:
     metrics: Metrics
     meter: Meter | None
     """None: nothing is metered."""
+    names: Names
     model: str
     spawn: Spawn
     limit_s: float
@@ -110,6 +117,12 @@ class Job:
                 if isinstance(item, BaseException):
                     raise item
         self._complete = True
+
+    def told(self) -> dict[str, str]:
+        """Return the headers that say where the request went, once it has been placed."""
+        tally = self.tally
+        named = {"x-regauge-path": tally.path, "x-regauge-route": tally.route.header if tally.route else None}
+        return {name: value for name, value in named.items() if value}
 
     def put(self, delta: Delta) -> None:
         """Take what a choice adds."""
@@ -182,6 +195,7 @@ class _Run:
         tally.attempts += 1
         if tally.route is None or choice.index == 0:
             tally.route = route
+            tally.path = fleet.pairs.verdict(route.prefill, route.decode).path if route.prefill else ALONE
         if route.prefill is None:
             self._service.metrics.bypassed.inc()
         task = Task(
@@ -228,13 +242,15 @@ class _Run:
     def _arrived(self, attempt: Attempt) -> None:
         event, tally = attempt.arrival, self._job.tally
         if event is not None:
-            tally.mode, tally.path = event.mode, event.path
+            tally.mode = event.mode
             tally.wire_bytes += event.wire_bytes
             self._service.metrics.transfer(
                 path=event.path, mode=event.mode, wire_bytes=event.wire_bytes, seconds=event.seconds
             )
 
-    async def _after(self, attempt: Attempt, error: WorkerLost | WorkerError | RequestTimeout | ProtocolError) -> Action:
+    async def _after(
+        self, attempt: Attempt, error: WorkerLost | WorkerError | RequestTimeout | ProtocolError
+    ) -> Action:
         """Say what is next after a failed attempt. Raises the error where nothing is."""
         fleet, life, now = self._service.fleet, self._life, self._now()
         self._arrived(attempt)

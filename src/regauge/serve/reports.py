@@ -14,9 +14,7 @@ def worker(of: Worker) -> cluster.Worker:
     """Return what seldom changes while a worker lives, as far as it is known."""
     client, health = of.client, of.health
     roles = (health.roles if health is not None else []) or [client.role]
-    found = cluster.Worker(
-        client.name, prefill="prefill" in roles, decode="decode" in roles, computes=of.computes
-    )
+    found = cluster.Worker(client.name, prefill="prefill" in roles, decode="decode" in roles, computes=of.computes)
     return replace(found, slots=health.slots) if health is not None and health.slots else found
 
 

@@ -36,7 +36,7 @@ class Worker:
         client: Connection,
         metrics: Metrics,
         policy: HealthPolicy,
-        told: Callable[[Worker, wire.Health | None], None] = lambda worker, health: None,
+        told: Callable[[Worker, wire.Health | None], None] = lambda *_: None,
     ) -> None:
         """`told` is called after each poll, with what the worker has answered."""
         self.client = client
