@@ -97,6 +97,11 @@ class MeterTag(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     resumes: Text = ""
     """The request that this one goes on from."""
 
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            if not getattr(self, name).isprintable():
+                raise ValueError(f"{name}: give printable characters")
+
 
 class Generate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """To the decode worker: reserve pages, await the transfer, decode.
