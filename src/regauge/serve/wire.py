@@ -6,6 +6,8 @@
 | `POST /internal/generate` | decode | `Generate` | 200, then one `Event` a line (NDJSON) |
 | `POST /internal/prefill` | prefill | `Prefill` | 200 and `Prefilled`, once the KV cache is committed |
 | `GET /debug/transfers?limit=N` | both | - | `WorkerState` |
+| `GET /internal/cache?since=N&instance=I` | both | - | `CacheNews`: what the prefix cache has gained and lost after event N |
+| `DELETE /internal/cache` | both | - | likewise, once all is given up that nobody reads |
 | `DELETE /internal/requests/{request_id}` | both | - | 200 and `Aborted`; pages are freed |
 
 An error before the first byte of an answer is an `ErrorEvent` under the HTTP status that `STATUS` gives for
@@ -21,7 +23,7 @@ import hmac
 import os
 from pathlib import Path
 from types import MappingProxyType
-from typing import Final, Literal
+from typing import Annotated, Final, Literal
 
 import msgspec
 
@@ -33,6 +35,7 @@ from regauge.plan.cost import Mode
 
 GENERATE_PATH: Final = "/internal/generate"
 PREFILL_PATH: Final = "/internal/prefill"
+CACHE_PATH: Final = "/internal/cache"
 REQUESTS_PATH: Final = "/internal/requests"
 HEALTH_PATH: Final = "/health"
 DEBUG_PATH: Final = "/debug/transfers"
@@ -42,6 +45,8 @@ NDJSON: Final = "application/x-ndjson"
 
 LOWEST_LOGPROB: Final = -9999.0
 """JSON has no infinity: a token of probability zero is sent with this log-probability."""
+
+Salt = Annotated[str, msgspec.Meta(max_length=256)]
 
 Code = Literal[
     "bad_request",  # the body does not fit the contract
@@ -95,6 +100,8 @@ class Prefill(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Control addresses of the decode worker's ranks, by name, in order: they take the KV cache."""
     handover: bool = True
     """Whether decode goes on from the first token that prefill samples; an engine that samples it itself does not."""
+    salt: Salt = ""
+    """Prompts of unlike salts, as of tenants that must not learn of each other's, share nothing of the prefix cache."""
 
 
 class TransferEvent(msgspec.Struct, frozen=True, tag_field="type", tag="transfer"):

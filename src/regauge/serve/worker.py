@@ -23,6 +23,7 @@ from regauge.engines import handover
 from regauge.engines.handover import Handover
 from regauge.engines.local.kv import PagedKV
 from regauge.engines.local.model import LocalModel
+from regauge.engines.local.prefix import Leased, PrefixCache, Prompt
 from regauge.engines.local.scheduler import Output, Request, Scheduler, pages_needed
 from regauge.engines.local.thread import EngineThread
 from regauge.errors import EngineError, RegaugeError
@@ -60,7 +61,8 @@ class Worker(abc.ABC):
         self.engine_config = spec_.config.engine(spec_.role)
         group = memory.layout.groups[0]
         self.pool = PagePool(group.pages, group.page_size)
-        self.admission = Admission(self.pool)
+        self.cache = PrefixCache(self.pool, enabled=self.engine_config.prefix_cache)
+        self.admission = Admission(self.cache)
         self.memory = memory
         self.rails = rails
         c = self.engine_config
@@ -122,7 +124,7 @@ class Worker(abc.ABC):
         """Return the worker's state."""
         return wire.Health(
             status="draining" if self.draining else "ok", role=self.spec.role, name=self.spec.name, pid=os.getpid(),
-            model=self.spec.model_name, free_pages=self.pool.free, pages=self.pool.pages,
+            model=self.spec.model_name, free_pages=self.cache.available, pages=self.pool.pages,
             running=self.engine.running, waiting=max(len(self.jobs) - self.engine.running, 0),
             quarantined_pages=self.pool.count("quarantined"), transfers=self.totals())  # fmt: skip
 
@@ -192,7 +194,7 @@ class DecodeWorker(Worker):
 
     async def _generate(self, body: wire.Generate, events: asyncio.Queue[wire.Event]) -> None:
         prompt = len(body.token_ids)
-        pages = await self.admission.lease(body.transfer_id, self.pages_for(prompt, body.sampling))
+        pages = (await self.admission.lease(body.transfer_id, self.pages_for(prompt, body.sampling))).pages
         arrival = self.links.expect(body.transfer_id, body.prefill, prompt)
         self.ledger.watch(arrival)
         try:
@@ -240,8 +242,7 @@ class DecodeWorker(Worker):
         self._release(body.transfer_id)
 
     def _release(self, transfer: str) -> None:
-        self.pool.release(transfer)
-        self.admission.pump()
+        self.admission.release(transfer)
 
 
 class PrefillWorker(Worker):
@@ -261,7 +262,9 @@ class PrefillWorker(Worker):
         prompt = len(body.token_ids)
         if not body.decode:
             raise RefusalError("bad_request", "decode is empty: name the ranks that take the KV cache")
-        pages = np.array(await self.admission.lease(body.transfer_id, self.pages_for(prompt, body.sampling)), np.int64)
+        text = self.cache.prompt(body.token_ids, body.salt.encode())
+        leased = await self.admission.lease(body.transfer_id, self.pages_for(prompt, body.sampling), text)
+        pages = np.array(leased.pages, np.int64)
         quiet = asyncio.Event()
         out: Outgoing | None = None
         try:
@@ -269,7 +272,7 @@ class PrefillWorker(Worker):
                 body.transfer_id, body.decode, [PageTable(pages)], prompt, quiet.set)  # fmt: skip
             self.ledger.watch(out.finished)
             await out.wait_granted()
-            return await self._compute(body, pages, out)
+            return await self._compute(body, text, leased, out)
         except RegaugeError as error:
             if out is None:
                 self.ledger.failed(error)
@@ -281,12 +284,14 @@ class PrefillWorker(Worker):
                 quiet.set()
             await asyncio.shield(self._let_go(body, quiet))
 
-    async def _compute(self, body: wire.Prefill, pages: Any, out: Outgoing) -> wire.Prefilled:
+    async def _compute(self, body: wire.Prefill, text: Prompt, leased: Leased, out: Outgoing) -> wire.Prefilled:
         started = time.monotonic()
+        if leased.cached:
+            out.ready((0, self.memory.layout.model.num_layers), (0, leased.cached))
         output: asyncio.Future[Output] = asyncio.get_running_loop().create_future()
         request = Request(
-            id=body.request_id, token_ids=tuple(body.token_ids), sampling=body.sampling, pages=pages,
-            arrived=started, prefill_only=True)  # fmt: skip
+            id=body.request_id, token_ids=tuple(body.token_ids), sampling=body.sampling, pages=np.array(leased.pages, np.int64),
+            arrived=started, computed=leased.cached, prefill_only=True)  # fmt: skip
         await self.engine.add(
             request,
             lambda o: None if output.done() else output.set_result(o),
@@ -300,20 +305,20 @@ class PrefillWorker(Worker):
         if first.error is not None:
             raise first.error
         computed = time.monotonic()
+        self.cache.keep(body.transfer_id, text, len(body.token_ids))
         reason = None if first.finish_reason == "prefill" else first.finish_reason
         top = list(first.top) if first.top is not None else None
         out.finish(handover.encode(Handover(first.token, first.seed, reason, first.logprob, top)))
         done = await out.done()
-        log.info("prefilled", request_id=body.request_id, tokens=len(body.token_ids), path=out.path, mode=out.mode,
+        log.info("prefilled", request_id=body.request_id, tokens=len(body.token_ids), cached=leased.cached, path=out.path, mode=out.mode,
                  wire_bytes=done.wire_bytes, prefill_s=round(computed - started, 6),
                  after_last_layer_s=round(time.monotonic() - computed, 6))  # fmt: skip
         return wire.Prefilled(
-            first_token=first.token, computed_tokens=len(body.token_ids), cached_tokens=0,
+            first_token=first.token, computed_tokens=len(body.token_ids) - leased.cached, cached_tokens=leased.cached,
             prefill_seconds=computed - started, transfer_seconds=time.monotonic() - computed)  # fmt: skip
 
     async def _let_go(self, body: wire.Prefill, quiet: asyncio.Event) -> None:
         """Free the pages when neither the engine nor a write reads them any more."""
         await self.engine.abort(body.request_id)
         await quiet.wait()
-        self.pool.release(body.transfer_id)
-        self.admission.pump()
+        self.admission.release(body.transfer_id)
