@@ -12,7 +12,7 @@ from __future__ import annotations
 import array
 import math
 import secrets
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -78,6 +78,8 @@ class PrefixCache:
         self._idle: OrderedDict[int, _Unit] = OrderedDict()
         """Units that nobody reads, least recently used first. A unit comes before its parent, so that the first one has no children."""
         self._held: dict[str, _Held] = {}
+        self._blocks: Counter[int] = Counter()
+        """Units that a block is part of: units of several blocks may begin alike."""
 
     @property
     def available(self) -> int:
@@ -133,7 +135,7 @@ class PrefixCache:
             _pin(self._idle, (known,))
             held.chain.append(known)
         if fresh:
-            self.events.stored(h for unit in fresh for h in unit.hashes)
+            self.events.stored(self._gained(fresh))
 
     def release(self, owner: str) -> None:
         """Neither the engine nor a transfer touches a request's pages any more: those that are not kept are free.
@@ -154,14 +156,14 @@ class PrefixCache:
             self._pool.uncache([page for unit in self._idle.values() for page in unit.pages])
             self._units.clear()
             self._idle.clear()
+            self._blocks.clear()
             self.events.cleared()
 
     def news(self, since: int, instance: str) -> CacheNews:
         """Return what has happened after event `since` of the process `instance`."""
         events = self.events.after(since, instance)
         if events is None:
-            held = tuple(h for unit in self._units.values() for h in unit.hashes)
-            return CacheNews(self.events.instance, self.block, self.events.seq, anew=True, held=held)
+            return CacheNews(self.events.instance, self.block, self.events.seq, anew=True, held=tuple(self._blocks))
         return CacheNews(self.events.instance, self.block, self.events.seq, anew=False, events=events)
 
     def _match(self, prompt: Prompt, most: int) -> list[_Unit]:
@@ -193,9 +195,20 @@ class PrefixCache:
             _, unit = self._idle.popitem(last=False)
             del self._units[unit.key]
             self._pool.uncache(unit.pages)
-            gone += unit.hashes
+            self._blocks.subtract(unit.hashes)
+            gone += [h for h in unit.hashes if self._blocks[h] == 0]
+        for block in gone:
+            del self._blocks[block]
         if gone:
             self.events.removed(gone)
+
+    def _gained(self, units: Iterable[_Unit]) -> list[int]:
+        gained = []
+        for block in (h for unit in units for h in unit.hashes):
+            self._blocks[block] += 1
+            if self._blocks[block] == 1:
+                gained.append(block)
+        return gained
 
 
 def _same(known: _Unit, other: _Unit) -> bool:
