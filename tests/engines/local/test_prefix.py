@@ -261,3 +261,18 @@ def test_whoever_asks_too_late_or_of_another_process_starts_anew() -> None:
 def test_a_prompt_is_kept_as_it_was_given() -> None:
     prompt = world().cache.prompt([5, 6, 7], b"salt")
     assert (prompt.tokens, prompt.hashes) == (array.array("I", [5, 6, 7]), hash_blocks([5, 6], 2, b"salt"))
+
+
+def test_a_forged_hash_gives_nobody_anothers_state() -> None:
+    true = [0, 0, 0, 0, 0]
+    first, second = hash_blocks(true, 2)
+    own = hash_blocks([1, 1], 2)[0]
+    for hashes in ((first, second), (own, second)):  # the beginning's hash is another's, or only the end's is
+        w = world()
+        w.begin("short", w.cache.prompt(true[:3]))
+        w.compute("short")
+        w.begin("forged", Prompt(array.array("I", [1, 1, 0, 0, 0]), hashes, b""))
+        assert w.jobs["forged"].leased.cached == 0
+        w.compute("forged")
+        assert w.begin("true", w.cache.prompt(true))  # compares what the pages hold
+        assert w.jobs["true"].leased.cached == 2
