@@ -13,6 +13,7 @@ from typing import Any
 from regauge.config import Role
 from regauge.engines.local.kv import PagedKV
 from regauge.engines.local.model import LocalModel
+from regauge.engines.local.prefix import PrefixCache
 from regauge.engines.local.scheduler import Scheduler, pages_needed
 from regauge.engines.local.thread import EngineThread
 from regauge.errors import EngineError, RegaugeError
@@ -40,8 +41,9 @@ class Core:
         self.config = spec_.config.engine(spec_.role)
         group = memory.layout.groups[0]
         self.pool = PagePool(group.pages, group.page_size)
-        self.admission = Admission(self.pool)
         c = self.config
+        self.cache = PrefixCache(self.pool, enabled=c.prefix_cache)
+        self.admission = Admission(self.cache)
         store = PagedKV(memory, dtype=model.dtype, max_new=c.chunk_tokens + c.max_batch, max_context=c.max_context)
         self.scheduler = Scheduler(model, store, c)
         self.notary = Notary.from_spec(spec_)

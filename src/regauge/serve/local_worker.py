@@ -72,12 +72,13 @@ class LocalWorker:
         self.core.ledger.read(self.decode.links)
         return wire.Health(
             status="draining" if core.draining or not core.roles else "ok", role=self.spec.role, name=self.spec.name,
-            pid=os.getpid(), model=self.spec.model_name, free_pages=core.pool.free, pages=core.pool.pages,
+            pid=os.getpid(), model=self.spec.model_name, free_pages=core.cache.available, pages=core.pool.pages,
             running=running, waiting=max(len(core.jobs) - running, 0),
             quarantined_pages=core.pool.count("quarantined"), transfers=core.ledger.totals(),
             roles=sorted(core.roles), computes="decode" in core.roles, page_size=core.pool.page_size,
             queued_tokens=sum(core.uncomputed.values()), decoding=core.scheduler.decoding, slots=core.config.max_batch,
             prefill_tokens_per_s=round(speed.prefill_tokens_per_s, 3), tpot_s=round(speed.tpot_s, 6),
+            cache_seq=core.cache.events.seq,
             nics=[
                 wire.NicLoad(nic.nic, nic.granted_bytes, nic.queued_bytes, nic.backlog_bytes, nic.bytes_per_s)
                 for nic in self.decode.nics()

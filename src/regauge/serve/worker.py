@@ -24,6 +24,7 @@ from regauge.config import Role
 from regauge.engines import handover
 from regauge.engines.handover import Handover
 from regauge.engines.local.model import LocalModel
+from regauge.engines.local.prefix import Leased, Prompt
 from regauge.engines.local.scheduler import Output, Request
 from regauge.errors import RegaugeError
 from regauge.move.bound import Memory
@@ -58,6 +59,7 @@ class Worker(abc.ABC):
         self.rails = rails
         self.pool, self.engine, self.scheduler = self.core.pool, self.core.engine, self.core.scheduler
         self.admission, self.ledger, self.notary = self.core.admission, self.core.ledger, self.core.notary
+        self.cache = self.core.cache
 
     def admit(self, request_id: str, tokens: int, pages: int) -> None:
         """Raise RefusalError for a request that cannot be taken at all."""
@@ -91,15 +93,27 @@ class Worker(abc.ABC):
     def _open(self, body: wire.Generate | wire.Prefill) -> Account:
         return self.notary.open(body.request_id, self.role, len(body.token_ids) + len(body.generated), body.meter)
 
-    def _computing(self, body: wire.Generate | wire.Prefill, account: Account) -> Callable[[int, int, int], None]:
-        """Count the request's tokens as still to be computed, and return what notes those that are: for `EngineThread.add`."""
-        self.core.uncomputed[body.request_id] = account.prompt - account.cached
+    async def _lease(self, body: wire.Generate | wire.Prefill, account: Account) -> tuple[Prompt, Leased]:
+        """Wait for the pages of a request whose text is computed here, as far as they do not hold it already; until then, it counts as to be computed."""
+        self.core.uncomputed[body.request_id] = account.prompt
+        text = self.cache.prompt([*body.token_ids, *body.generated], body.salt.encode())
+        leased = await self.admission.lease(body.transfer_id, self._pages(body), text)
+        account.cached = leased.cached
+        self.core.uncomputed[body.request_id] -= leased.cached
+        return text, leased
+
+    def _computed(self, body: wire.Generate | wire.Prefill, account: Account, tokens: int) -> None:
+        """Note that so many tokens of a request's text are there."""
+        self.core.uncomputed[body.request_id] = account.prompt - tokens
+        account.computed = tokens - account.cached
+
+    def _written(self, body: wire.Generate | wire.Prefill, account: Account) -> Callable[[int, int, int], None]:
+        """Return what notes the tokens that the engine has computed: for `EngineThread.add`."""
         last = self.core.scheduler.layers - 1
 
         def written(layer: int, start: int, count: int) -> None:
             if layer == last and body.request_id in self.core.uncomputed:
-                self.core.uncomputed[body.request_id] = account.prompt - (start + count)
-                account.computed = start + count - account.cached
+                self._computed(body, account, start + count)
 
         return written
 
@@ -141,15 +155,22 @@ class DecodeWorker(Worker):
             events.put_nowait(self.core.error(error, account.close("failed")))
 
     async def _generate(self, body: wire.Generate, events: asyncio.Queue[wire.Event], account: Account) -> None:
-        pages = await self.admission.lease(body.transfer_id, self._pages(body))
-        arrived = await self._arrival(body, account) if body.prefill else None
+        arrived: Arrival | None = None
+        text: Prompt | None = None
+        if body.prefill:
+            leased = await self.admission.lease(body.transfer_id, self._pages(body))
+            arrived = await self._arrival(body, account)
+        else:
+            text, leased = await self._lease(body, account)
         try:
             reason: str | None = None
             generated, sampling = list(body.generated), body.sampling
             if arrived is not None:
                 first = handover.decode(arrived.handover, ", ".join(body.prefill))
                 events.put_nowait(
-                    wire.TransferEvent(arrived.path, arrived.mode, arrived.wire_bytes, len(pages), arrived.seconds)
+                    wire.TransferEvent(
+                        arrived.path, arrived.mode, arrived.wire_bytes, len(leased.pages), arrived.seconds
+                    )
                 )
                 events.put_nowait(wire.TokenEvent(first.token, first.logprob, first.top, first.seed))
                 account.generated = 1
@@ -161,11 +182,10 @@ class DecodeWorker(Worker):
                 )
             if reason is None:
                 request = Request(
-                    id=body.request_id, token_ids=tuple(body.token_ids), pages=np.array(pages, np.int64),
+                    id=body.request_id, token_ids=tuple(body.token_ids), pages=np.array(leased.pages, np.int64),
                     arrived=time.monotonic(), sampling=sampling, generated=tuple(generated),
-                    computed=account.prompt if arrived is not None else 0)  # fmt: skip
-                marks = None if arrived is not None else self._computing(body, account)
-                reason = await self._decode(request, events, account, marks)
+                    computed=account.prompt if text is None else leased.cached)  # fmt: skip
+                reason = await self._decode(request, body, text, events, account)
             final: Any = reason
             events.put_nowait(wire.FinishEvent(final, account.prompt, account.generated, account.close("complete")))
         finally:
@@ -186,15 +206,18 @@ class DecodeWorker(Worker):
         return arrived
 
     async def _decode(
-        self, request: Request, events: asyncio.Queue[wire.Event], account: Account, marks: Callable[[int, int, int], None] | None
+        self, request: Request, body: wire.Generate, text: Prompt | None, events: asyncio.Queue[wire.Event], account: Account
     ) -> str:  # fmt: skip
-        """Relay the engine's tokens; return why they ended."""
+        """Relay the engine's tokens; return why they ended. `text` is computed first, if it is given."""
         outputs: asyncio.Queue[Output] = asyncio.Queue()
-        await self.engine.add(request, outputs.put_nowait, marks)
+        await self.engine.add(request, outputs.put_nowait, None if text is None else self._written(body, account))
         while True:
             output = await outputs.get()
             if output.error is not None:
                 raise output.error
+            if text is not None and not account.generated:
+                self._computed(body, account, account.prompt)
+                self.cache.keep(body.transfer_id, text, account.prompt)
             top = list(output.top) if output.top is not None else None
             seed = None if account.generated else output.seed
             events.put_nowait(wire.TokenEvent(output.token, output.logprob, top, seed))
@@ -207,8 +230,7 @@ class DecodeWorker(Worker):
         self._release(body.transfer_id)
 
     def _release(self, transfer: str) -> None:
-        self.pool.release(transfer)
-        self.admission.pump()
+        self.admission.release(transfer)
 
 
 class PrefillWorker(Worker):
@@ -241,8 +263,8 @@ class PrefillWorker(Worker):
     async def _prefill(self, body: wire.Prefill, account: Account) -> wire.Prefilled:
         if not body.decode:
             raise RefusalError("bad_request", "decode is empty: name the ranks that take the KV cache")
-        written = self._computing(body, account)
-        pages = np.array(await self.admission.lease(body.transfer_id, self._pages(body)), np.int64)
+        text, leased = await self._lease(body, account)
+        pages = np.array(leased.pages, np.int64)
         quiet = asyncio.Event()
         out: Outgoing | None = None
         try:
@@ -250,7 +272,7 @@ class PrefillWorker(Worker):
                 body.transfer_id, body.decode, [PageTable(pages)], account.prompt, quiet.set)  # fmt: skip
             self.ledger.watch(out.finished)
             await out.wait_granted()
-            return await self._compute(body, pages, out, account, written)
+            return await self._compute(body, text, leased, out, account)
         except RegaugeError as error:
             if out is None:
                 self.ledger.failed(error)
@@ -263,13 +285,16 @@ class PrefillWorker(Worker):
             await asyncio.shield(self._let_go(body, quiet))
 
     async def _compute(
-        self, body: wire.Prefill, pages: Any, out: Outgoing, account: Account, written: Callable[[int, int, int], None]
+        self, body: wire.Prefill, text: Prompt, leased: Leased, out: Outgoing, account: Account
     ) -> wire.Prefilled:
         started = time.monotonic()
+        if leased.cached:
+            out.ready((0, self.scheduler.layers), (0, leased.cached))
         output: asyncio.Future[Output] = asyncio.get_running_loop().create_future()
         request = Request(
-            id=body.request_id, token_ids=tuple(body.token_ids), sampling=body.sampling, pages=pages,
-            arrived=started, generated=tuple(body.generated), prefill_only=True)  # fmt: skip
+            id=body.request_id, token_ids=tuple(body.token_ids), sampling=body.sampling, pages=np.array(leased.pages, np.int64),
+            arrived=started, computed=leased.cached, generated=tuple(body.generated), prefill_only=True)  # fmt: skip
+        written = self._written(body, account)
 
         def marked(layer: int, start: int, count: int) -> None:
             out.ready((layer, layer + 1), (start, start + count))
@@ -284,12 +309,14 @@ class PrefillWorker(Worker):
         if first.error is not None:
             raise first.error
         computed = time.monotonic()
+        self._computed(body, account, account.prompt)
+        self.cache.keep(body.transfer_id, text, account.prompt)
         reason = None if first.finish_reason == "prefill" else first.finish_reason
         top = list(first.top) if first.top is not None else None
         out.finish(handover.encode(Handover(first.token, first.seed, reason, first.logprob, top)))
         done = await out.done()
         account.crossed(account.prompt - out.first, out.path, done.counted.nbytes, done.counted.digest)
-        log.info("prefilled", request_id=body.request_id, tokens=account.prompt, path=out.path, mode=out.mode,
+        log.info("prefilled", request_id=body.request_id, tokens=account.prompt, cached=account.cached, path=out.path, mode=out.mode,
                  wire_bytes=done.wire_bytes, prefill_s=round(computed - started, 6),
                  after_last_layer_s=round(time.monotonic() - computed, 6))  # fmt: skip
         return wire.Prefilled(
@@ -301,5 +328,4 @@ class PrefillWorker(Worker):
         """Free the pages when neither the engine nor a write reads them any more."""
         await self.engine.abort(body.request_id)
         await quiet.wait()
-        self.pool.release(body.transfer_id)
-        self.admission.pump()
+        self.admission.release(body.transfer_id)

@@ -10,6 +10,7 @@ import contextlib
 import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from regauge.move.state import shown
 from regauge.move.transports import open_rails
 from regauge.observe import setup_logging
 from regauge.serve import wire
+from regauge.serve.cache_api import cache_news
 from regauge.serve.gateway import listen
 from regauge.serve.local_worker import LocalWorker
 from regauge.serve.tied import die_with_parent
@@ -63,6 +65,7 @@ def routes(worker: LocalWorker) -> list[Route]:
     return [
         Route(wire.HEALTH_PATH, guarded(api.health)),
         Route(wire.DEBUG_PATH, guarded(api.debug)),
+        Route(wire.CACHE_PATH, guarded(partial(cache_news, worker.core)), methods=["GET", "DELETE"]),
         Route(wire.REQUESTS_PATH + "/{request_id}", guarded(api.delete), methods=["DELETE"]),
         Route(wire.RECEIPTS_PATH, guarded(api.receipts)),
         Route(wire.ROLE_PATH, guarded(api.role), methods=["POST"]),

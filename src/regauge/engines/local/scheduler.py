@@ -1,8 +1,8 @@
 """Continuous batching on one model: which tokens of which requests are computed in the next step.
 
 Every step takes the requests that decode (up to `max_batch`, in turn) and whole prompt chunks of waiting
-requests, oldest first, up to `chunk_tokens`. A prompt is cut every `chunk_tokens` tokens from where its
-computation starts, whoever shares the step, so that a prefill worker and a monolithic run cut it alike.
+requests, oldest first, up to `chunk_tokens`. A prompt is cut at the multiples of `chunk_tokens`, whoever shares the
+step and wherever its computation starts, so that a prefill worker, one whose cache has its beginning, and a monolithic run cut it alike.
 
 Synchronous, without threads or I/O; pages belong to the caller, who frees them when a request has ended.
 """
@@ -206,7 +206,7 @@ class Scheduler:
         self._decoding.rotate(-turn)
         room = self._config.chunk_tokens
         for entry in self._waiting:
-            count = min(self._config.chunk_tokens, entry.remaining)
+            count = min(self._config.chunk_tokens - entry.computed % self._config.chunk_tokens, entry.remaining)
             if count > room:
                 break  # a shorter chunk would make the cuts depend on who else is here
             batch.append((entry, count))
