@@ -129,18 +129,18 @@ def network_aware(request: Request, view: View) -> list[Pick]:
         have = cached.get(standing.name, 0)
         return standing.waiting_s(now) + standing.compute_s(request.tokens - have, have)
 
-    prefills = [standing for _, standing in _least(view.prefills, computed, view)]
-    picks = (
-        [pick for pick in (_priced(request, view, prefills[0], each) for each in view.decodes) if pick]
-        if prefills
-        else []
-    )
+    prefills = _least(view.prefills, computed, view)
+    if not prefills:
+        return []
+    picks = [pick for pick in (_priced(request, view, prefills[0][1], each) for each in view.decodes) if pick]
     picks.sort(key=SCORE)
     # Where the best prefill worker is refused by some, or all, all are looked at with the others, too.
     decodes = [pick.decode for pick in picks[:BEST]] if len(picks) == len(view.decodes) else view.decodes
-    for prefill in prefills[1:]:
-        picks += (pick for pick in (_priced(request, view, prefill, each) for each in decodes) if pick)
-    picks.sort(key=SCORE)
+    for least, prefill in prefills[1:]:
+        if len(picks) >= BEST and least >= picks[0].score:
+            break  # its own terms alone are more than the best pair's
+        picks += [pick for pick in (_priced(request, view, prefill, each) for each in decodes) if pick]
+        picks.sort(key=SCORE)
     return picks
 
 
