@@ -159,7 +159,7 @@ class CompletionRequest(_Common, frozen=True, kw_only=True):
     best_of: Natural | None = None
 
 
-Request = TypeVar("Request", bound=msgspec.Struct)
+Request = TypeVar("Request")
 Messages = tuple[Mapping[str, str], ...]
 Prompt = str | list[int]
 
