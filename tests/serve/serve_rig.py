@@ -21,11 +21,14 @@ from aiohttp import web
 from hypothesis import settings
 
 from regauge.config import LimitsConfig, Role, ServeConfig
+from regauge.config_gateway import GatewayConfig
 from regauge.move.protocol import TransferState
 from regauge.move.state import LinkState, PoolState, Totals, WorkerState, bounded, shown
 from regauge.observe import Metrics
 from regauge.serve import wire
-from regauge.serve.gateway import Server, build_app, listen
+from regauge.serve.gateway import build_app
+from regauge.serve.server import Server, listen
+from regauge.serve.tenants import Tenants
 from regauge.serve.text import Tokenizer
 from regauge.serve.workers import HealthPolicy, Workers
 
@@ -341,6 +344,8 @@ async def open_rig(
     grace_s: float = 0.0,
     prefill_up: bool = True,
     decode_at: wire.WorkerAddress | None = None,
+    rules: GatewayConfig | None = None,
+    tenants: Tenants | None = None,
 ) -> AsyncIterator[Rig]:
     """`decode_at`: a decode worker of another kind, in place of the rig's own."""
     rails: dict[str, asyncio.Future[None]] = {}
@@ -361,10 +366,12 @@ async def open_rig(
             model=MODEL,
         )
         config = ServeConfig(limits=limits or LimitsConfig(request_timeout_s=WAIT_S, prefill_wait_s=0))
-        app = build_app(config, tokenizer, workers, metrics, model=MODEL, verdict=wire.VerdictInfo("CONVERT"))
+        app = build_app(
+            config, tokenizer, workers, metrics, model=MODEL, verdict=wire.VerdictInfo("CONVERT"), tenants=tenants
+        )
         listener = listen("127.0.0.1", 0)
         port = listener.getsockname()[1]
-        server = Server(app, grace_s)
+        server = Server(app, grace_s, rules=rules)
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         timeout = aiohttp.ClientTimeout(total=WAIT_S)
         connector = aiohttp.TCPConnector(limit=0)

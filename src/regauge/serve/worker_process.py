@@ -30,7 +30,7 @@ from regauge.move.state import shown
 from regauge.move.transports import open_rails
 from regauge.observe import setup_logging
 from regauge.serve import wire
-from regauge.serve.gateway import listen
+from regauge.serve.server import listen
 from regauge.serve.tied import die_with_parent
 from regauge.serve.worker import DecodeWorker, PrefillWorker
 
