@@ -8,7 +8,7 @@ import socket
 import ssl
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import uvicorn
 from starlette.applications import Starlette
@@ -50,7 +50,7 @@ class Server(uvicorn.Server):
         self._protocol: Any = partial(Protocol, door=self.door)
         settings = uvicorn.Config(
             app,
-            http=self._protocol,
+            http=cast("Any", self._protocol),
             ws="none",
             lifespan="on",
             log_config=None,
