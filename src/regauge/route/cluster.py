@@ -6,17 +6,14 @@ Times are seconds (of one clock, the caller's), sizes tokens, pages or bytes, as
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Final, Literal
+from dataclasses import dataclass, field
+from typing import Literal
 
 Path = Literal["DIRECT", "REMAP", "CONVERT", "REFUSED"]
 Reason = Literal["no_worker", "no_room", "deadline", "overload"]
 Cause = Literal["worker_lost", "failed", "timeout", "draining", "queue_full", "transfer_failed"]
 """How an attempt failed: its worker died; said that it failed; was silent too long; takes nothing new; has no room; or the KV did not cross."""
 Outcome = Literal["complete", "cancelled", "failed"]
-
-NO_TERMS: Final[Mapping[str, float]] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +70,10 @@ class Link:
     """On the wire, over all layers and ranks."""
     bytes_per_s: float = 0.0
     """Of this pair, measured or nominal; 0: unknown, transfers are taken for free."""
+    nic_bytes_per_s: float = 0.0
+    """Of decode's NIC, which all its senders share; 0: as the fastest of its links."""
     backlog_bytes: int = 0
-    """What decode's flow control has admitted on the NIC of this link and not received yet, from any sender."""
+    """What decode's flow control has admitted on that NIC and not received yet, from any sender."""
     convert_s_per_token: float = 0.0
     """Kernel time that is not hidden behind the wire."""
 
@@ -100,7 +99,11 @@ class Request:
     exclude: frozenset[str] = frozenset()
     """Workers that have failed it."""
     resume: bool = False
-    """It has streamed already: it is not refused for its deadline."""
+    """It goes on from what it has streamed already."""
+    admitted: bool = False
+    """An attempt of it was admitted before; so nothing but a lack of workers refuses it."""
+    root: str = ""
+    """The client's request that this is an attempt of; empty: `id`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,9 +114,8 @@ class Candidate:
     decode: str
     score: float
     """What the policy orders by; the lowest wins."""
-    terms: Mapping[str, float] = NO_TERMS
-    why: str = ""
-    """Why it lost; empty for the winner."""
+    terms: Mapping[str, float] = field(default_factory=dict)
+    """As a route's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +131,7 @@ class Route:
     """Of the prompt, expected to be cached where it is computed."""
     ttft_s: float
     """Predicted, corrected by what was measured lately."""
-    terms: Mapping[str, float] = NO_TERMS
+    terms: Mapping[str, float] = field(default_factory=dict)
     """Of the pair: `queue_s`, `compute_s`, `transfer_s`, `wait_s` add up to the uncorrected prediction; and other figures."""
     candidates: tuple[Candidate, ...] = ()
     """The best few, this one first."""
