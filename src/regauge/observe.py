@@ -62,6 +62,8 @@ REASONS: Final = (
     OTHER,
 )
 """Why a transfer failed: `regauge.move.reasons` sorts, `docs/operations.md` explains."""
+CLIENT_FAULTS: Final = ("malformed", "head", "header", "body", "write", "connections")
+"""No HTTP; too large a head; headers or a body that came too slowly; an answer that was not read; too many connections."""
 ROUTES: Final = (
     "/v1/chat/completions",
     "/v1/completions",
@@ -116,6 +118,7 @@ class Metrics:
 
     registry: CollectorRegistry
     requests: Counter
+    client_faults: Counter
     in_flight: Gauge
     ttft: Histogram
     tpot: Histogram
@@ -152,6 +155,12 @@ class Metrics:
             registry=registry,
             requests=Counter(
                 "regauge_requests_total", "HTTP requests answered.", ["route", "status"], registry=registry
+            ),
+            client_faults=Counter(
+                "regauge_client_faults_total",
+                "Connections that were ended for what the client did, by what it was.",
+                ["reason"],
+                registry=registry,
             ),
             in_flight=Gauge("regauge_requests_in_flight", "Generation requests in the house.", registry=registry),
             ttft=Histogram(
@@ -243,6 +252,10 @@ class Metrics:
     def answered(self, route: str, status: int) -> None:
         """Count one HTTP request; a route that is not in `ROUTES` is counted as "other"."""
         self.requests.labels(_known(route, ROUTES), str(status)).inc()
+
+    def client_fault(self, reason: str) -> None:
+        """Count a connection that was ended for what the client did; `reason` is one of `CLIENT_FAULTS`."""
+        self.client_faults.labels(_known(reason, CLIENT_FAULTS)).inc()
 
     def finished(
         self,

@@ -20,15 +20,11 @@ Run as `python -m regauge.serve.gateway SPEC.json` (`wire.GatewaySpec`).
 from __future__ import annotations
 
 import asyncio
-import errno
-import socket
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Final
 
-import uvicorn
 import uvloop
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -54,15 +50,9 @@ from regauge.serve.openai import SERVER_ERROR, ApiError
 from regauge.serve.operations import Operations
 from regauge.serve.pairing import Pairs
 from regauge.serve.relay import Service
+from regauge.serve.server import GRACE_S, Server, listen
 from regauge.serve.tenants import Tenants
 from regauge.serve.text import Tokenizer
-
-GRACE_S: Final = 10.0
-"""Seconds that running requests get to end by themselves when the gateway shuts down."""
-CLOSE_S: Final = 5.0
-BACKLOG: Final = 1_024
-PROXIES: Final = ["127.0.0.1", "::1", "::ffff:127.0.0.1"]
-"""Whose X-Forwarded-For counts: this machine's, however it is spelled. Else what a proxy passes on would look like this machine."""
 
 
 def build_app(
@@ -104,38 +94,8 @@ def build_app(
     )
     app.state.house = house
     app.state.tenants = tenants
+    app.state.metrics = metrics
     return app
-
-
-class Server(uvicorn.Server):
-    """uvicorn for the gateway's app.
-
-    On a signal (or `should_exit`) it stops accepting; requests that outlive the grace get an error event, not a
-    broken connection.
-    """
-
-    def __init__(self, app: Starlette, grace_s: float = GRACE_S) -> None:
-        settings = uvicorn.Config(
-            app,
-            http="httptools",
-            ws="none",
-            lifespan="on",
-            log_config=None,
-            log_level="warning",
-            access_log=False,
-            server_header=False,
-            forwarded_allow_ips=PROXIES,
-            timeout_graceful_shutdown=int(grace_s + CLOSE_S),
-        )
-        super().__init__(settings)
-        self._house: House = app.state.house
-        self._grace_s = grace_s
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Close the listening sockets, drain the house, close the connections."""
-        drain = asyncio.create_task(self._house.drain(self._grace_s))
-        await super().shutdown(sockets)
-        await drain
 
 
 async def serve(app: Starlette, host: str, port: int, *, grace_s: float = GRACE_S) -> None:
@@ -178,26 +138,6 @@ def main(arguments: list[str]) -> int:
     except KeyboardInterrupt:
         return 130  # uvicorn raises SIGINT again once it has shut down
     return 0
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """Return a listening socket. Raises ConfigError: uvicorn would exit the process when the port is taken."""
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, socket.SOCK_STREAM)
-    except (OSError, UnicodeError) as error:  # the latter for a host name that cannot be one
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"host {host!r}: {reason}; choose another with --host") from error
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind(address)
-        listener.listen(BACKLOG)
-    except OSError as error:
-        listener.close()
-        taken = error.errno == errno.EADDRINUSE
-        reason = "is taken by another process" if taken else f"cannot be had: {error.strerror}"
-        raise ConfigError(f"port {port} on {host} {reason}; choose another with --port") from error
-    return listener
 
 
 async def _on_api_error(request: Request, error: Exception) -> Response:
