@@ -22,8 +22,9 @@ from regauge.engines.sglang import room
 from regauge.errors import ProtocolError
 from regauge.move.state import shown
 from regauge.observe import Metrics, get_logger
-from regauge.serve import anthropic, wire
+from regauge.serve import anthropic, openapi, wire
 from regauge.serve.answer import JSON, SLOW_READER_S, Answer, House
+from regauge.serve.cards import Health, ModelCard, ModelList
 from regauge.serve.debug import Overview, is_loopback
 from regauge.serve.dialects import writer_for
 from regauge.serve.openai import (
@@ -69,6 +70,7 @@ class Gateway:
         self._model = model
         self._pairing = pairing
         self._created = int(time.time())
+        self._document = openapi.document(model)
         own = tokenizer.max_context
         engines = min(config.prefill.max_context, config.decode.max_context)
         self._context = engines if own is None else min(engines, own)
@@ -86,6 +88,7 @@ class Gateway:
             Route("/ready", self.ready),
             Route("/metrics", self.scrape),
             Route("/version", self.version),
+            Route(openapi.PATH, self.document),
             Route(wire.DEBUG_PATH, self.debug),
         ]
 
@@ -130,7 +133,7 @@ class Gateway:
 
     async def models(self, _: Request) -> Response:
         """`GET /v1/models`."""
-        return _json({"object": "list", "data": [self._card()]})
+        return _json(ModelList(data=[self._card()]))
 
     async def model(self, request: Request) -> Response:
         """`GET /v1/models/{id}`."""
@@ -139,7 +142,7 @@ class Gateway:
 
     async def health(self, _: Request) -> Response:
         """`GET /health`: this process is alive."""
-        return _json({"status": "ok"})
+        return _json(Health())
 
     async def ready(self, _: Request) -> Response:
         """`GET /ready`: requests can be served; else 503. The body names a worker that does not answer, and since when.
@@ -170,6 +173,10 @@ class Gateway:
         pair = {"path": self._pairing.verdict.path, "text": self._pairing.verdict.text}
         return _json({"version": __version__, "model": self._model, "verdict": pair})
 
+    async def document(self, _: Request) -> Response:
+        """`GET /openapi.json`."""
+        return Response(self._document, media_type=JSON)
+
     async def debug(self, request: Request) -> Response:
         """`GET /debug/transfers`: how transfers, links and pools of all workers stand; for this machine only."""
         if not is_loopback(request.client.host if request.client else ""):
@@ -185,14 +192,8 @@ class Gateway:
         overview = Overview(__version__, self._model, pair, self.house.choices, time.time(), list(views))
         return Response(msgspec.json.encode(overview), media_type=JSON)
 
-    def _card(self) -> dict[str, object]:
-        return {
-            "id": self._model,
-            "object": "model",
-            "created": self._created,
-            "owned_by": "regauge",
-            "max_model_len": self._context,
-        }
+    def _card(self) -> ModelCard:
+        return ModelCard(id=self._model, created=self._created, max_model_len=self._context)
 
     def _check_model(self, name: str) -> None:
         if name != self._model:
