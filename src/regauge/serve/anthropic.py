@@ -57,7 +57,7 @@ class ErrorInfo(msgspec.Struct, frozen=True):
     message: str
 
 
-class ErrorReply(msgspec.Struct, frozen=True, tag="error", tag_field="type"):
+class AnthropicError(msgspec.Struct, frozen=True, tag="error", tag_field="type"):
     """The API's error body, and the data of an `error` event."""
 
     error: ErrorInfo
@@ -117,7 +117,7 @@ def error_body(error: ApiError, request_id: str = "") -> bytes:
     """Return `{"type": "error", "error": {...}}` as JSON."""
     usual = "api_error" if error.status >= 500 else "invalid_request_error"
     info = ErrorInfo(_TYPES.get(error.status, usual), error.error.message)
-    return msgspec.json.encode(ErrorReply(info, request_id or None))
+    return msgspec.json.encode(AnthropicError(info, request_id or None))
 
 
 def parse_messages(body: bytes) -> Ask:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Final, Literal
+from typing import Literal
 
 import msgspec
 
@@ -13,7 +13,6 @@ from regauge.serve.openai import ApiError
 from regauge.serve.replies import Delta, FinishReason, Usage
 
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence"]
-_PING: Final = b'event: ping\ndata: {"type":"ping"}\n\n'
 
 
 class MessageUsage(msgspec.Struct, frozen=True):
@@ -93,7 +92,11 @@ class MessageStop(msgspec.Struct, frozen=True, tag="message_stop"):
     """The last event."""
 
 
-Event = MessageStart | BlockStart | BlockDelta | BlockStop | MessageDelta | MessageStop
+class Ping(msgspec.Struct, frozen=True, tag="ping"):
+    """Nothing; it comes once, as in the API."""
+
+
+Event = MessageStart | BlockStart | BlockDelta | BlockStop | MessageDelta | MessageStop | Ping
 
 
 @dataclass
@@ -113,7 +116,11 @@ class MessageWriter:
         if not self._begun:
             self._begun = True
             usage = MessageUsage(self.prompt_tokens, 0, 0, 0)
-            events = _event(MessageStart(self._message([], None, usage))) + _event(BlockStart(0, TextBlock(""))) + _PING
+            events = (
+                _event(MessageStart(self._message([], None, usage)))
+                + _event(BlockStart(0, TextBlock("")))
+                + _event(Ping())
+            )
         if delta.text:
             events += _event(BlockDelta(0, TextDelta(delta.text)))
         if delta.finish is not None:

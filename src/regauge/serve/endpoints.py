@@ -15,8 +15,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from regauge.config import ServeConfig
-from regauge.serve import anthropic
+from regauge.serve import anthropic, openapi
 from regauge.serve.answer import JSON, SLOW_READER_S, Answer, House
+from regauge.serve.cards import ModelCard, ModelList
 from regauge.serve.choice import Choice
 from regauge.serve.dialects import writer_for
 from regauge.serve.failures import unavailable
@@ -42,6 +43,7 @@ class Gateway:
         self._tenants = tenants
         self._tokenizer = service.tokenizer
         self._created = int(time.time())
+        self._document = openapi.document(service.model)
         own = service.tokenizer.max_context
         engines = min(config.prefill.max_context, config.decode.max_context)
         self._context = engines if own is None else min(engines, own)
@@ -55,6 +57,7 @@ class Gateway:
             Route(anthropic.COUNT, self.count_tokens, methods=["POST"]),
             Route("/v1/models", self.models),
             Route("/v1/models/{id:path}", self.model),
+            Route(openapi.PATH, self.document),
         ]
 
     async def chat(self, request: Request) -> Answer:
@@ -80,21 +83,19 @@ class Gateway:
     async def models(self, request: Request) -> Response:
         """`GET /v1/models`: those that the tenant may use."""
         tenant: Tenant = request.state.tenant
-        return _json({"object": "list", "data": [self._card()] if tenant.allows(self._service.model) else []})
+        return _json(ModelList(data=[self._card()] if tenant.allows(self._service.model) else []))
 
     async def model(self, request: Request) -> Response:
         """`GET /v1/models/{id}`."""
         self._check_model(request, request.path_params["id"])
         return _json(self._card())
 
-    def _card(self) -> dict[str, object]:
-        return {
-            "id": self._service.model,
-            "object": "model",
-            "created": self._created,
-            "owned_by": "regauge",
-            "max_model_len": self._context,
-        }
+    async def document(self, _: Request) -> Response:
+        """`GET /openapi.json`."""
+        return Response(self._document, media_type=JSON)
+
+    def _card(self) -> ModelCard:
+        return ModelCard(id=self._service.model, created=self._created, max_model_len=self._context)
 
     def _check_model(self, request: Request, name: str) -> None:
         tenant: Tenant = request.state.tenant

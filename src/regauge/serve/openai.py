@@ -39,6 +39,12 @@ class ErrorBody(msgspec.Struct, frozen=True):
     code: str | None
 
 
+class ErrorReply(msgspec.Struct, frozen=True):
+    """The API's error body."""
+
+    error: ErrorBody
+
+
 class ApiError(RegaugeError):
     """An answer other than 200: HTTP status and the fields of the API's error body.
 
@@ -62,7 +68,7 @@ class ApiError(RegaugeError):
 
     def body(self) -> bytes:
         """Return `{"error": {...}}` as JSON."""
-        return msgspec.json.encode({"error": self.error})
+        return msgspec.json.encode(ErrorReply(self.error))
 
     def headers(self) -> dict[str, str]:
         """Return the HTTP headers that belong to the error."""

@@ -17,6 +17,7 @@ from regauge.move.state import shown
 from regauge.observe import Metrics
 from regauge.serve import wire
 from regauge.serve.answer import JSON, House
+from regauge.serve.cards import Health, Ready, Verdict, Version, WorkerHealth
 from regauge.serve.debug import Overview, is_loopback
 from regauge.serve.openai import ApiError, bad
 from regauge.serve.relay import Service
@@ -46,7 +47,7 @@ class Operations:
 
     async def health(self, _: Request) -> Response:
         """`GET /health`: this process is alive."""
-        return _json({"status": "ok"})
+        return _json(Health())
 
     async def ready(self, _: Request) -> Response:
         """`GET /ready`: requests can be served; else 503. The body names workers that do not answer, and since when.
@@ -55,18 +56,13 @@ class Operations:
         """
         fleet = self._service.fleet
         workers = [
-            {
-                "name": worker.client.name,
-                "role": worker.client.role,
-                "up": worker.up,
-                "since": worker.since.isoformat(timespec="milliseconds"),
-                "reason": worker.reason,
-            }
+            WorkerHealth(worker.client.name, worker.client.role, worker.up, worker.since, worker.reason)
             for worker in fleet.workers.values()
         ]
         ready = not (self._house.draining or fleet.fault())
-        status = "ready" if fleet.whole else "degraded"
-        return _json({"status": status if ready else "unavailable", "workers": workers}, 200 if ready else 503)
+        if not ready:
+            return _json(Ready("unavailable", workers), 503)
+        return _json(Ready("ready" if fleet.whole else "degraded", workers))
 
     async def scrape(self, _: Request) -> Response:
         """`GET /metrics`, for Prometheus."""
@@ -76,8 +72,7 @@ class Operations:
     async def version(self, _: Request) -> Response:
         """`GET /version`."""
         verdict = self._service.fleet.verdict
-        pair = {"path": verdict.path, "text": verdict.text}
-        return _json({"version": __version__, "model": self._service.model, "verdict": pair})
+        return _json(Version(__version__, self._service.model, Verdict(verdict.path, verdict.text)))
 
     async def debug(self, request: Request) -> Response:
         """`GET /debug/transfers`: how transfers, links and pools of all workers stand; for this machine only."""
