@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from regauge import __version__
-from regauge.config import ServeConfig
+from regauge.config import LimitsConfig, ServeConfig
 from regauge.engines.sglang import room
 from regauge.errors import ProtocolError
 from regauge.move.state import shown
@@ -71,6 +71,11 @@ class Gateway:
         own = tokenizer.max_context
         engines = min(config.prefill.max_context, config.decode.max_context)
         self._context = engines if own is None else min(engines, own)
+
+    def set_limits(self, limits: LimitsConfig) -> None:
+        """Put other limits in force, for requests that come from now on."""
+        self._limits = limits
+        self.house.limit = limits.max_queue
 
     def routes(self) -> list[Route]:
         """Return the routes; `observe.ROUTES` lists the same for the metrics' labels."""
@@ -143,7 +148,8 @@ class Gateway:
         ]
         ready = not (self.house.draining or self._pairing.refused or self._workers.fault())
         status = "ready" if all(worker.usable for worker in self._workers.both()) else "degraded"
-        return _json({"status": status if ready else "unavailable", "workers": workers}, 200 if ready else 503)
+        other = "draining" if self.house.draining else "unavailable"
+        return _json({"status": status if ready else other, "workers": workers}, 200 if ready else 503)
 
     async def scrape(self, _: Request) -> Response:
         """`GET /metrics`, for Prometheus."""
