@@ -44,9 +44,9 @@ class WorkerHealth(msgspec.Struct, frozen=True):
 
 
 class Ready(msgspec.Struct, frozen=True):
-    """Answer of `GET /ready`; "degraded": decode computes prompts itself, for want of a prefill worker."""
+    """Answer of `GET /ready`; "degraded": some workers are missing, and others do their work."""
 
-    status: Literal["ready", "degraded", "unavailable"]
+    status: Literal["ready", "degraded", "draining", "unavailable"]
     workers: list[WorkerHealth]
 
 

@@ -61,7 +61,7 @@ class Operations:
         ]
         ready = not (self._house.draining or fleet.fault())
         if not ready:
-            return _json(Ready("unavailable", workers), 503)
+            return _json(Ready("draining" if self._house.draining else "unavailable", workers), 503)
         return _json(Ready("ready" if fleet.whole else "degraded", workers))
 
     async def scrape(self, _: Request) -> Response:

@@ -36,10 +36,11 @@ class Door:
 
 
 class Protocol(HttpToolsProtocol):
-    """One connection."""
+    """One connection. `local`: over a Unix socket of ours, so that whoever it is counts as of this machine."""
 
-    def __init__(self, *, door: Door, **given: Any) -> None:
+    def __init__(self, *, door: Door, local: bool = False, **given: Any) -> None:
         super().__init__(**given)
+        self._local = local
         self._door = door
         self._since = self.loop.time()
         """When what is awaited now was begun."""
@@ -55,6 +56,8 @@ class Protocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
         """Take a connection, unless there are too many."""
         super().connection_made(transport)
+        if self._local:
+            self.client = ("127.0.0.1", 0)
         if len(self.connections) > self._door.rules.max_connections:
             message = "too many connections; try again"
             self._refuse("connections", ApiError(503, message, type=SERVER_ERROR, code="busy", retry_after_s=1))

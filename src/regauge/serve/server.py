@@ -73,7 +73,7 @@ class Server(uvicorn.Server):
         if self._private is not None:
             protocol = partial(
                 self._protocol,
-                config=self.config, server_state=self.server_state, app_state=self.lifespan.state,
+                local=True, config=self.config, server_state=self.server_state, app_state=self.lifespan.state,
             )  # fmt: skip
             self._private.unlink(missing_ok=True)  # of the process before this one
             self.servers.append(await asyncio.get_running_loop().create_unix_server(protocol, self._private))
@@ -155,14 +155,15 @@ def tls_context(config: ClientTlsConfig) -> ssl.SSLContext:
 
 
 def load_chain(context: ssl.SSLContext, config: ClientTlsConfig) -> None:
-    """Put certificate and key into a context, for connections that come from now on. Raises ConfigError: nothing has changed."""
-    scratch = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)  # OpenSSL would keep a certificate whose key does not fit
-    for each in (scratch, context):
-        try:
-            each.load_cert_chain(config.certificate, config.key, password=_no_password)
-        except (OSError, ValueError) as error:
-            what = f"gateway.tls.certificate {config.certificate!r} and key {config.key!r}"
-            raise ConfigError(f"{what}: {getattr(error, 'strerror', None) or error}") from error
+    """Put certificate and key into a context, for connections that come from now on. Raises ConfigError.
+
+    OpenSSL keeps a certificate whose key does not fit: try it on a context of no use first.
+    """
+    try:
+        context.load_cert_chain(config.certificate, config.key, password=_no_password)
+    except (OSError, ValueError) as error:
+        what = f"gateway.tls.certificate {config.certificate!r} and key {config.key!r}"
+        raise ConfigError(f"{what}: {getattr(error, 'strerror', None) or error}") from error
 
 
 def _no_password() -> str:
