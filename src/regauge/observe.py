@@ -25,6 +25,8 @@ ROLE: Final = "role"
 ROUTE: Final = "route"
 STATUS: Final = "status"
 PATH: Final = "path"
+PLACED: Final = "placed"
+ATTEMPTS: Final = "attempts"
 MODE: Final = "mode"
 WIRE_BYTES: Final = "wire_bytes"
 PAGES: Final = "pages"
@@ -73,6 +75,8 @@ ROUTES: Final = (
     "/version",
     "/openapi.json",
     "/debug/transfers",
+    "/debug/why/{id}",
+    "/v1/usage",
     "/internal/generate",
     "/internal/prefill",
     "/internal/requests/{request_id}",
@@ -119,6 +123,9 @@ class Metrics:
     prompt_tokens: Counter
     bypassed: Counter
     retried: Counter
+    resumed: Counter
+    receipts: Counter
+    receipts_refused: Counter
     completion_tokens: Counter
     transfer_bytes: Histogram
     transfer_seconds: Histogram
@@ -172,8 +179,19 @@ class Metrics:
                 registry=registry,
             ),
             retried=Counter(
-                "regauge_prefill_retries_total",
-                "Answers that were begun again before their first token, since prefill had been lost or had failed.",
+                "regauge_retries_total",
+                "Answers that were begun again before their first token, since a worker had been lost or had failed.",
+                registry=registry,
+            ),
+            resumed=Counter(
+                "regauge_resumed_answers_total",
+                "Answers that another decode worker went on with, since theirs had been lost.",
+                registry=registry,
+            ),
+            receipts=Counter("regauge_receipts_total", "Receipts handed over to the store.", registry=registry),
+            receipts_refused=Counter(
+                "regauge_receipts_refused_total",
+                "Receipts that were not taken: forged, malformed, or too many at once.",
                 registry=registry,
             ),
             completion_tokens=Counter("regauge_completion_tokens_total", "Generated tokens.", registry=registry),

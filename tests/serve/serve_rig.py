@@ -24,10 +24,13 @@ from regauge.config import LimitsConfig, Role, ServeConfig
 from regauge.move.protocol import TransferState
 from regauge.move.state import LinkState, PoolState, Totals, WorkerState, bounded, shown
 from regauge.observe import Metrics
+from regauge.route.router import Router
 from regauge.serve import wire
+from regauge.serve.fleet import Fleet, dialer
 from regauge.serve.gateway import Server, build_app, listen
+from regauge.serve.pairing import Pairs
 from regauge.serve.text import Tokenizer
-from regauge.serve.workers import HealthPolicy, Workers
+from regauge.serve.workers import HealthPolicy
 
 TOKEN = "internal-token"
 MODEL = "echo-1"
@@ -356,15 +359,12 @@ async def open_rig(
         if not prefill_up:
             await prefill.stop()
         metrics = Metrics.create("test")
-        workers = Workers.connect(
-            [prefill.address, decode_at or decode.address],
-            TOKEN,
-            metrics,
-            policy or HealthPolicy(period_s=0.05),
-            model=MODEL,
-        )
+        fleet = Fleet(
+            [prefill.address, decode_at or decode.address], dialer(TOKEN, MODEL), metrics, Router(),
+            pairs=Pairs(given=wire.VerdictInfo("CONVERT")), policy=policy or HealthPolicy(period_s=0.05),
+        )  # fmt: skip
         config = ServeConfig(limits=limits or LimitsConfig(request_timeout_s=WAIT_S, prefill_wait_s=0))
-        app = build_app(config, tokenizer, workers, metrics, model=MODEL, verdict=wire.VerdictInfo("CONVERT"))
+        app = build_app(config, tokenizer, fleet, metrics, model=MODEL)
         listener = listen("127.0.0.1", 0)
         port = listener.getsockname()[1]
         server = Server(app, grace_s)

@@ -75,8 +75,10 @@ class Nic:
         rate = min(rate, self.rate) if self.rate else rate
         if not rate:
             return complete, 0.0
-        self._advance(now)
         begin = max(now, ready)
+        if not self._flows and not self.foreign:
+            return max(begin + size / rate, complete + TAIL_S), 0.0
+        self._advance(now)
         drained = rate * (begin - now)  # until then
         rests = [flow.rest for flow in self._flows.values() if flow.ready < complete]
         foreign = self.foreign - drained

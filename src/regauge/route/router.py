@@ -56,6 +56,7 @@ class Router:
         self.correction = admission.Correction()
         self._rng = Random(seed)  # noqa: S311  # choices between equals, not secrets
         self._workers: dict[str, Standing] = {}
+        self._roles: dict[str, list[Standing]] = {"prefill": [], "decode": []}
         self._bookings: dict[str, Booking] = {}
         self._turns: dict[str, int] = {}
         self._trust: dict[str, float] = {}
@@ -68,6 +69,7 @@ class Router:
         self._forget(worker.name)
         standing = Standing(worker, Breaker())
         self._workers[worker.name] = standing
+        self._sort()
         self.index.join(worker.name, self._capacity(standing), now)
         for link in self._links.get(worker.name, {}).values():
             self._linked(link)
@@ -83,6 +85,7 @@ class Router:
     def update(self, worker: Worker, now: float) -> None:  # noqa: ARG002  # every event has its time
         """Take another statement of a worker that goes on, such as another role; bookings and cache stay."""
         self._workers[worker.name].worker = worker
+        self._sort()
 
     def health(self, name: str, usable: bool, now: float) -> None:  # noqa: ARG002  # every event has its time
         """Say whether a worker can be reached and takes requests; whoever routes knows that by probes of its own."""
@@ -200,17 +203,25 @@ class Router:
         if self._workers.pop(name, None) is not None:
             self.index.leave(name)
             self._trust.pop(name, None)
+            self._sort()
+
+    def _sort(self) -> None:
+        for role, standings in self._roles.items():
+            standings[:] = [each for each in self._workers.values() if getattr(each.worker, role)]
 
     def _decide(self, request: Request, now: float) -> Route | Refusal:
-        prefills = [each for each in self._takers("prefill", now, request.model) if each.name not in request.exclude]
-        decodes = [each for each in self._takers("decode", now, request.model) if each.name not in request.exclude]
+        prefills = self._takers("prefill", now, request.model)
+        decodes = self._takers("decode", now, request.model)
+        if request.exclude:
+            prefills = [each for each in prefills if each.name not in request.exclude]
+            decodes = [each for each in decodes if each.name not in request.exclude]
         if not decodes:
             return Refusal("no_worker", f"no decode worker is usable{_but(request)}", role="decode")
         if not prefills and not any(each.worker.computes for each in decodes):
             return Refusal("no_worker", f"no prefill worker is usable{_but(request)}", role="prefill")
-        drain_s = min((each.waiting_s(now) for each in prefills or decodes), default=0.0)
-        if refusal := admission.full(request, len(self._bookings), self.max_queue, drain_s):
-            return refusal
+        allowed = admission.allowed(request, self.max_queue)
+        if len(self._bookings) >= allowed:
+            return admission.full(request, allowed, min(each.waiting_s(now) for each in prefills or decodes))
         cached, note = self._cached(request, now)
         view = View(self.config, now, self._rng, prefills, decodes, cached, self._turns)
         made = self._estimates(request, view)
@@ -229,14 +240,8 @@ class Router:
 
     def _takers(self, role: Literal["prefill", "decode"], now: float, model: str) -> list[Standing]:
         """Return who may be given a request: those in good standing, else those that were left out, rather than nobody."""
-        able = [
-            each
-            for each in self._workers.values()
-            if each.up
-            and getattr(each.worker, role)
-            and (not model or not each.worker.model or each.worker.model == model)
-        ]
-        return [each for each in able if each.breaker.takes(now)] or able
+        able = [each for each in self._roles[role] if each.up and (not model or each.worker.model in ("", model))]
+        return [each for each in able if each.breaker.until is None or each.breaker.takes(now)] or able
 
     def _cached(self, request: Request, now: float) -> tuple[dict[str, int], str]:
         """Return the tokens that each worker is expected to have cached, and what is wrong with that."""

@@ -23,9 +23,11 @@ from regauge import observe
 from regauge.errors import RegaugeError
 from regauge.observe import Metrics, get_logger
 from regauge.serve import anthropic
+from regauge.serve.failures import api_error, too_many
 from regauge.serve.openai import SERVER_ERROR, ApiError
-from regauge.serve.relay import Job, api_error, too_many
+from regauge.serve.relay import Job
 from regauge.serve.replies import Delta, Usage
+from regauge.serve.tenants import Grant
 
 JSON: Final = "application/json"
 SLOW_READER_S: Final = 5.0
@@ -124,12 +126,11 @@ class Writer(Protocol):
 class Answer:
     """Sends a job's answer, as an ASGI app; leaves the house when it is over."""
 
-    def __init__(self, job: Job, writer: Writer, house: House, *, stream: bool, path: str, limit_s: float) -> None:
+    def __init__(self, job: Job, writer: Writer, house: House, *, stream: bool, limit_s: float) -> None:
         self._job = job
         self._writer = writer
         self._house = house
         self._stream = stream
-        self._path = path
         self._limit_s = limit_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -152,12 +153,16 @@ class Answer:
             finally:  # also where the server cuts this short: a job that never left would keep the house open
                 self._house.leave(self._job)
                 self._note(summary)
+                if isinstance(granted := scope["state"].get("grant"), Grant):
+                    granted.used = self._job.usage().total_tokens
 
     def _note(self, summary: dict[str, object]) -> None:
         tally, usage = self._job.tally, self._job.usage()
         summary |= {
-            observe.PATH: self._path,
+            observe.PATH: tally.path,
             observe.MODE: tally.mode,
+            observe.PLACED: tally.route.header if tally.route else None,
+            observe.ATTEMPTS: tally.attempts,
             observe.WIRE_BYTES: tally.wire_bytes,
             observe.PROMPT_TOKENS: usage.prompt_tokens,
             observe.COMPLETION_TOKENS: usage.completion_tokens,
@@ -183,7 +188,7 @@ class Answer:
             await self._refuse(send, api_error(error))
             return error
         body = self._writer.whole(gathered, self._job.usage())
-        headers = {"content-type": JSON, "content-length": str(len(body)), "x-regauge-path": self._path}
+        headers = {"content-type": JSON, "content-length": str(len(body)), **self._job.told()}
         await _begin(send, 200, headers)
         await _part(send, body, last=True)
         return None
@@ -194,7 +199,7 @@ class Answer:
             async with aclosing(self._job.deltas()) as deltas:
                 async for batch in deltas:
                     if not begun:
-                        await _begin(send, 200, {**_STREAM, "x-regauge-path": self._path})
+                        await _begin(send, 200, {**_STREAM, **self._job.told()})
                         begun = True
                     await _part(send, b"".join(self._writer.chunks(delta) for delta in batch))
                 self._house.leave(self._job)

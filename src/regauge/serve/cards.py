@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from datetime import datetime
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
 from regauge.config import Role
+
+Status = Literal["ready", "degraded", "unavailable"]
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,9 +46,9 @@ class WorkerHealth(msgspec.Struct, frozen=True):
 
 
 class Ready(msgspec.Struct, frozen=True):
-    """Answer of `GET /ready`; "degraded": decode computes prompts itself, for want of a prefill worker."""
+    """Answer of `GET /ready`; "degraded": a worker is missing, and others do its work."""
 
-    status: Literal["ready", "degraded", "unavailable"]
+    status: Status
     workers: list[WorkerHealth]
 
 
@@ -63,3 +65,9 @@ class Version(msgspec.Struct, frozen=True):
     version: str
     model: str
     verdict: Verdict
+
+
+class Routed(msgspec.Struct, frozen=True):
+    """Answer of `GET /debug/why/{id}`: of each answer to the request's prompts, the decisions of the router and what became of them."""
+
+    requests: list[dict[str, Any]]

@@ -72,6 +72,7 @@ class VllmClient(EngineClient):
     """One vLLM server with regauge's connector."""
 
     computes = True
+    continues = False
 
     async def _serves(self) -> Sequence[str]:
         async with self.call("GET", HEALTH, None) as answer:
