@@ -76,12 +76,12 @@ class Estimate:
 
 
 def estimate(request: Request, view: View, prefill: Standing | None, decode: Standing) -> Estimate | None:
-    """Predict a placement; None: the pair is refused, or the request never fits."""
+    """Predict a placement; None: the pair is refused or no pair, or the request never fits."""
     if prefill is None:
         return _alone(request, view, decode)
     link = prefill.links.get(decode.name, UNKNOWN)
     wait = decode.wait_s(request.tokens + request.max_tokens)
-    if link.path == "REFUSED" or wait == inf:
+    if link.path == "REFUSED" or wait == inf or prefill is decode:
         return None
     now = view.now
     cached = view.cached.get(prefill.name, 0)

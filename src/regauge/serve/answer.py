@@ -51,7 +51,8 @@ class House:
 
     def __init__(self, limit: int, metrics: Metrics) -> None:
         self.draining = False
-        self._limit = limit
+        self.limit = limit
+        """Most choices that are in at once."""
         self._metrics = metrics
         self._choices = 0
         self._jobs: set[Job] = set()
@@ -68,8 +69,8 @@ class House:
         """Admit a job. Raises ApiError: 429 if the house is full, 503 if it closes."""
         if self.draining:
             raise closing()
-        if self._choices + len(job.choices) > self._limit:
-            raise too_many(f"{self._choices} requests are running or waiting, of at most {self._limit}; try again")
+        if self._choices + len(job.choices) > self.limit:
+            raise too_many(f"{self._choices} requests are running or waiting, of at most {self.limit}; try again")
         self._jobs.add(job)
         self._count(len(job.choices))
 

@@ -9,8 +9,6 @@ import msgspec
 
 from regauge.config import Role
 
-Status = Literal["ready", "degraded", "unavailable"]
-
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     """A model, as the OpenAI API describes one; `max_model_len` is its context, in tokens of prompt and answer."""
@@ -46,9 +44,9 @@ class WorkerHealth(msgspec.Struct, frozen=True):
 
 
 class Ready(msgspec.Struct, frozen=True):
-    """Answer of `GET /ready`; "degraded": a worker is missing, and others do its work."""
+    """Answer of `GET /ready`; "degraded": some workers are missing, and others do their work."""
 
-    status: Status
+    status: Literal["ready", "degraded", "draining", "unavailable"]
     workers: list[WorkerHealth]
 
 

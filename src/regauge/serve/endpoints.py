@@ -14,7 +14,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from regauge.config import ServeConfig
+from regauge.config import LimitsConfig, ServeConfig
 from regauge.serve import anthropic
 from regauge.serve.answer import JSON, SLOW_READER_S, Answer, House
 from regauge.serve.cards import ModelCard, ModelList
@@ -46,6 +46,11 @@ class Gateway:
         own = service.tokenizer.max_context
         engines = min(config.prefill.max_context, config.decode.max_context)
         self._context = engines if own is None else min(engines, own)
+
+    def set_limits(self, limits: LimitsConfig) -> None:
+        """Put other limits in force, for requests that come from now on."""
+        self._limits = limits
+        self._house.limit = limits.max_queue
 
     def routes(self) -> list[Route]:
         """Return the routes; `observe.ROUTES` lists the same for the metrics' labels."""

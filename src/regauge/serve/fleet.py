@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import Callable, Iterable, Mapping
-from typing import Final
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from typing import Any, Final
 
 from regauge.config import EngineName, Role
-from regauge.errors import ConfigError
+from regauge.errors import ConfigError, RegaugeError
 from regauge.observe import ERROR, ROLE, WORKER, Metrics, get_logger
 from regauge.route import cluster
 from regauge.route.router import Router
@@ -22,6 +22,7 @@ from regauge.serve.vllm import VllmClient
 from regauge.serve.workers import HealthPolicy, Worker
 
 _DIALECTS: Final[Mapping[EngineName, type[EngineClient]]] = {"vllm": VllmClient, "sglang": SglangClient}
+NEWS_S: Final = 2.0
 Dial = Callable[[wire.WorkerAddress], Connection]
 
 
@@ -60,6 +61,8 @@ class Fleet:
         self._policy = policy or HealthPolicy()
         self._clock = clock or (lambda: asyncio.get_running_loop().time())
         self._watches: dict[str, asyncio.Task[None]] = {}
+        self._heard: dict[str, tuple[int, str, int]] = {}
+        """Of each worker's cache: the latest event, the instance that told it, and its process."""
         self._asked: dict[str, asyncio.Task[None]] = {}
         self._stated: dict[str, cluster.Worker] = {}
         self._running = False
@@ -97,6 +100,7 @@ class Fleet:
         self.router.leave(name, self.now())
         self.pairs.forget(name)
         self._stated.pop(name, None)
+        self._heard.pop(name, None)
         self._metrics.worker_down(name, worker.client.role)
         worker.client.give_up(reason)
         if (watch := self._watches.pop(name, None)) is not None:
@@ -192,18 +196,48 @@ class Fleet:
         self.router.health(name, worker.usable, now)
         if health is not None:
             self._state(worker, health, now)
-            if not self.pairs.knows(name) and name not in self._asked:
-                asking = asyncio.create_task(self._ask(worker))
-                self._asked[name] = asking
-                asking.add_done_callback(lambda _: self._asked.pop(name, None))
+            if not self.pairs.knows(name):
+                self._beside(f"{name} layout", self._ask(worker))
+            self._listen(worker, health)
         self._wake()
+
+    def _listen(self, worker: Worker, health: wire.Health) -> None:
+        """Ask a worker of our own what its prefix cache has gained and lost, if there is news."""
+        name, client = worker.client.name, worker.client
+        known = self._heard.get(name, (0, "", 0))
+        if isinstance(client, WorkerClient) and (health.pid, health.cache_seq) != (known[2], known[0]):
+            self._beside(f"{name} cache", self._news(worker, client, health.pid, known))
+
+    async def _news(self, worker: Worker, client: WorkerClient, pid: int, known: tuple[int, str, int]) -> None:
+        try:
+            news = await client.cache(known[0], known[1], asyncio.get_running_loop().time() + NEWS_S)
+        except RegaugeError as error:  # the index says that it is stale
+            get_logger(**{WORKER: client.name}).debug("no news of the cache", **{ERROR: str(error)})
+            return
+        if self.workers.get(client.name) is not worker:
+            return
+        now = self.now()
+        for event in reports.cache_events(news):
+            self.router.cache_event(client.name, event, now)
+        self._heard[client.name] = (news.seq, news.instance, pid)
+
+    def _beside(self, name: str, work: Coroutine[Any, Any, None]) -> None:
+        """Run something beside the polls, unless it runs already."""
+        if name in self._asked:
+            work.close()
+            return
+        asking = asyncio.create_task(work)
+        self._asked[name] = asking
+        asking.add_done_callback(lambda _: self._asked.pop(name, None))
 
     def _state(self, worker: Worker, health: wire.Health, now: float) -> None:
         statement = reports.worker(worker)
         if self._stated.get(worker.client.name) != statement:
             self._stated[worker.client.name] = statement
             self.router.update(statement, now)
-        self.router.report(worker.client.name, reports.load(health, events=False), now)
+        self.router.report(
+            worker.client.name, reports.load(health, events=isinstance(worker.client, WorkerClient)), now
+        )
         if worker.client.role == "decode":
             self._link(worker, now)
 

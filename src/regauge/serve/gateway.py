@@ -20,15 +20,15 @@ Run as `python -m regauge.serve.gateway SPEC.json` (`wire.GatewaySpec`).
 from __future__ import annotations
 
 import asyncio
-import errno
-import socket
+import signal
+import ssl
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
-from typing import Final
 
-import uvicorn
+import msgspec
 import uvloop
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -36,14 +36,14 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 
-from regauge import __version__, observe
+from regauge import observe
 from regauge.config import ServeConfig
 from regauge.errors import ConfigError
 from regauge.layout import files
 from regauge.move.tls import from_config
-from regauge.observe import Metrics, setup_logging
+from regauge.observe import Metrics, get_logger, setup_logging
 from regauge.route.router import Router
-from regauge.serve import wire
+from regauge.serve import reload, wire
 from regauge.serve.access import Access
 from regauge.serve.answer import Envelope, House, error_response
 from regauge.serve.endpoints import Gateway
@@ -53,16 +53,12 @@ from regauge.serve.names import Names
 from regauge.serve.openai import SERVER_ERROR, ApiError
 from regauge.serve.operations import Operations
 from regauge.serve.pairing import Pairs
+from regauge.serve.place import ALONE, Place, is_open, share
 from regauge.serve.relay import Service
+from regauge.serve.reload import Part, Reloader
+from regauge.serve.server import GRACE_S, Server, load_chain, tls_context
 from regauge.serve.tenants import Tenants
 from regauge.serve.text import Tokenizer
-
-GRACE_S: Final = 10.0
-"""Seconds that running requests get to end by themselves when the gateway shuts down."""
-CLOSE_S: Final = 5.0
-BACKLOG: Final = 1_024
-PROXIES: Final = ["127.0.0.1", "::1", "::ffff:127.0.0.1"]
-"""Whose X-Forwarded-For counts: this machine's, however it is spelled. Else what a proxy passes on would look like this machine."""
 
 
 def build_app(
@@ -82,10 +78,8 @@ def build_app(
         fleet, tokenizer, metrics, meter, Names(config.route.keep_routes), model, house.spawn,
         limit_s=config.limits.request_timeout_s, wait_s=config.limits.prefill_wait_s,
     )  # fmt: skip
-    routes = (
-        Gateway(config, service, house, tenants).routes()
-        + Operations(service, house, metrics, keys=not tenants.open).routes()
-    )
+    gateway = Gateway(config, service, house, tenants)
+    routes = gateway.routes() + Operations(service, house, metrics, keys=not tenants.open).routes()
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -106,51 +100,56 @@ def build_app(
         lifespan=lifespan,
     )
     app.state.house = house
+    app.state.gateway = gateway
+    app.state.router = fleet.router
     app.state.tenants = tenants
+    app.state.metrics = metrics
     return app
 
 
-class Server(uvicorn.Server):
-    """uvicorn for the gateway's app.
-
-    On a signal (or `should_exit`) it stops accepting; requests that outlive the grace get an error event, not a
-    broken connection.
-    """
-
-    def __init__(self, app: Starlette, grace_s: float = GRACE_S) -> None:
-        settings = uvicorn.Config(
-            app,
-            http="httptools",
-            ws="none",
-            lifespan="on",
-            log_config=None,
-            log_level="warning",
-            access_log=False,
-            server_header=False,
-            forwarded_allow_ips=PROXIES,
-            timeout_graceful_shutdown=int(grace_s + CLOSE_S),
+async def serve(app: Starlette, config: ServeConfig, place: Place = ALONE, *, grace_s: float = GRACE_S) -> None:
+    """Serve until SIGINT or SIGTERM; read files anew on SIGHUP. Raises ConfigError that names the port if it cannot be had."""
+    rules = config.gateway
+    tls = None if rules.tls is None else tls_context(rules.tls)
+    listener = place.listener(config)
+    if is_open(listener.getsockname()[0], rules):
+        get_logger().warning(
+            "anybody who reaches this address may use all of it: give gateway.tenants",
+            address=listener.getsockname()[0],
         )
-        super().__init__(settings)
-        self._house: House = app.state.house
-        self._grace_s = grace_s
+    server = Server(app, grace_s, rules=rules, tls=tls, private=place.private)
+    tenants: Tenants = app.state.tenants
+    gateway: Gateway = app.state.gateway
 
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Close the listening sockets, drain the house, close the connections."""
-        drain = asyncio.create_task(self._house.drain(self._grace_s))
-        await super().shutdown(sockets)
-        await drain
+    def certificate(new: ServeConfig) -> Callable[[], None]:
+        if tls is None or new.gateway.tls is None:
+            return lambda: None
+        load_chain(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), new.gateway.tls)
+        return partial(load_chain, tls, new.gateway.tls)
+
+    parts: dict[str, Part] = {
+        "tenants": lambda new: tenants.prepare(Path(new.gateway.tenants) if new.gateway.tenants else None),
+        "tls": certificate,
+        "rules": lambda new: partial(setattr, server.door, "rules", new.gateway),
+        "limits": lambda new: partial(gateway.set_limits, share(new)),
+        "route": lambda new: partial(setattr, app.state.router, "config", new.route),
+    }
+    folder = place.folder
+    reloader = Reloader(parts)
+    asyncio.get_running_loop().add_signal_handler(
+        signal.SIGHUP, reloader.reload, (lambda: config) if folder is None else partial(reload.read, folder, config)
+    )
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
+    await server.serve(sockets=[listener])
 
 
-async def serve(app: Starlette, host: str, port: int, *, grace_s: float = GRACE_S) -> None:
-    """Serve until SIGINT or SIGTERM. Raises ConfigError that names the port if it cannot be had."""
-    await Server(app, grace_s).serve(sockets=[listen(host, port)])
-
-
-def run_gateway(spec: wire.GatewaySpec) -> None:
+def run_gateway(spec: wire.GatewaySpec, place: Place = ALONE) -> None:
     """Serve what a spec says until a signal. Raises ConfigError."""
-    setup_logging("info", spec.log_json, "gateway")
-    metrics = Metrics.create(__version__)
     config = spec.config
+    setup_logging("info", spec.log_json, "gateway" if config.gateway.processes == 1 else f"gateway-{place.number}")
+    config = msgspec.structs.replace(config, limits=share(config))
+    metrics = place.metrics(config)
+    tenants = Tenants.load(Path(config.gateway.tenants) if config.gateway.tenants else None, place.buckets())
     tls = from_config(config.transfer.tls) if spec.key else None
     layouts = {name: files.decode(data, format="json") for name, data in spec.layouts.items()}
 
@@ -162,45 +161,32 @@ def run_gateway(spec: wire.GatewaySpec) -> None:
             Router(config.route, max_queue=config.limits.max_queue),
             pairs=Pairs(layouts, spec.verdict),
         )
-        app = build_app(config, Tokenizer.load(Path(spec.model_folder)), fleet, metrics, model=spec.model_name)
-        await serve(app, config.host, config.port)
+        app = build_app(
+            config, Tokenizer.load(Path(spec.model_folder)), fleet, metrics, model=spec.model_name, tenants=tenants
+        )
+        await serve(app, config, place)
 
     uvloop.run(run())
 
 
 def main(arguments: list[str]) -> int:
-    """Run with the spec's file as the only argument; return the exit code."""
-    if len(arguments) != 1:
-        sys.stderr.write("usage: python -m regauge.serve.gateway SPEC.json\n")
+    """Run with the spec's file as the only argument, or also a process's number and listening socket; return the exit code."""
+    if len(arguments) not in (1, 3) or not all(word.isascii() and word.isdigit() for word in arguments[1:]):
+        sys.stderr.write("usage: python -m regauge.serve.gateway SPEC.json [NUMBER SOCKET]\n")
         return 2
+    signal.pthread_sigmask(
+        signal.SIG_BLOCK, {signal.SIGHUP}
+    )  # one that comes while this starts waits until it is served
+    path = Path(arguments[0])
+    place = Place(path.parent, *map(int, arguments[1:]))
     try:
-        run_gateway(wire.read_spec(Path(arguments[0])))
+        run_gateway(wire.read_spec(path), place)
     except ConfigError as error:
         sys.stderr.write(f"regauge gateway: {error}\n")
         return 2
     except KeyboardInterrupt:
         return 130  # uvicorn raises SIGINT again once it has shut down
     return 0
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """Return a listening socket. Raises ConfigError: uvicorn would exit the process when the port is taken."""
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, socket.SOCK_STREAM)
-    except (OSError, UnicodeError) as error:  # the latter for a host name that cannot be one
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"host {host!r}: {reason}; choose another with --host") from error
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind(address)
-        listener.listen(BACKLOG)
-    except OSError as error:
-        listener.close()
-        taken = error.errno == errno.EADDRINUSE
-        reason = "is taken by another process" if taken else f"cannot be had: {error.strerror}"
-        raise ConfigError(f"port {port} on {host} {reason}; choose another with --port") from error
-    return listener
 
 
 async def _on_api_error(request: Request, error: Exception) -> Response:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Iterable
-from typing import Final
+from collections.abc import Iterable, Iterator
+from typing import Final, Literal
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
@@ -75,12 +75,12 @@ class Meter:
             raise ReceiptError(f"request {task.request_id}: is not metered")
         prompt = len(task.token_ids) + len(task.generated)
         cached, computed = _prompt(attempt, prompt)
-        lost = attempt.prefill is not None and attempt.prefilled is None and outcome in ("complete", "resumed")
+        silent = [side for side, mute in _mute(attempt) if mute and outcome in ("complete", "resumed", "cancelled")]
         return Receipt(
             request=task.request_id, side="gateway", by=self.name, tenant=tag.tenant, model=self._model, route=tag.route,
             prefill=tag.prefill, decode=tag.decode, began_us=int(attempt.began * 1e6),
             ended_us=max(int((attempt.ended or time.time()) * 1e6), int(attempt.began * 1e6)), outcome=outcome,
-            resumes=tag.resumes, lost="prefill" if lost else "", prompt=prompt, cached=cached, computed=computed,
+            resumes=tag.resumes, silent=tuple(silent), prompt=prompt, cached=cached, computed=computed,
             generated=attempt.delivered,
         )  # fmt: skip
 
@@ -116,6 +116,13 @@ class Meter:
         if signed.receipt.side == "gateway":
             raise ReceiptError(f"request {signed.receipt.request}: a worker gave a receipt in a gateway's name")
         return self._trust.check(signed)
+
+
+def _mute(attempt: Attempt) -> Iterator[tuple[Literal["prefill", "decode"], bool]]:
+    """Yield which workers cannot speak: those that make no receipts, and prefill that was lost once it had delivered."""
+    if attempt.prefill is not None:
+        yield "prefill", attempt.prefilled is None or not attempt.prefill.client.signs
+    yield "decode", not attempt.decode.client.signs
 
 
 def _prompt(attempt: Attempt, prompt: int) -> tuple[int, int]:

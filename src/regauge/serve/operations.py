@@ -17,7 +17,7 @@ from regauge.move.state import shown
 from regauge.observe import Metrics
 from regauge.serve import openapi, wire
 from regauge.serve.answer import JSON, House
-from regauge.serve.cards import Health, Ready, Routed, Status, Verdict, Version, WorkerHealth
+from regauge.serve.cards import Health, Ready, Routed, Verdict, Version, WorkerHealth
 from regauge.serve.debug import Overview, is_loopback
 from regauge.serve.openai import ApiError, bad
 from regauge.serve.relay import Service
@@ -63,8 +63,9 @@ class Operations:
             for worker in fleet.workers.values()
         ]
         ready = not (self._house.draining or fleet.fault())
-        status: Status = "unavailable" if not ready else "ready" if fleet.whole else "degraded"
-        return _json(Ready(status, workers), 200 if ready else 503)
+        if not ready:
+            return _json(Ready("draining" if self._house.draining else "unavailable", workers), 503)
+        return _json(Ready("ready" if fleet.whole else "degraded", workers))
 
     async def scrape(self, _: Request) -> Response:
         """`GET /metrics`, for Prometheus."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import cast, get_args
 
+from regauge.blocks import CacheEvent, CacheNews, Cleared, Stored
 from regauge.route import cluster
 from regauge.serve import wire
 from regauge.serve.workers import Worker
@@ -44,3 +46,11 @@ def link(prefill: str, decode: str, path: str, bytes_per_token: float, health: w
         bytes_per_s=sum(nic.bytes_per_s for nic in nics),
         backlog_bytes=sum(nic.backlog_bytes for nic in nics),
     )
+
+
+def cache_events(news: CacheNews) -> Sequence[CacheEvent]:
+    """Return what a prefix cache tells as events; one that tells all it holds has a number less for having been cleared."""
+    if not news.anew:
+        return news.events
+    held = [Stored(news.seq, news.held)] if news.seq else []
+    return [Cleared(max(news.seq - 1, 0)), *held]
