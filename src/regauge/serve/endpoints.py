@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from regauge.config import LimitsConfig, ServeConfig
-from regauge.serve import anthropic, openapi
+from regauge.serve import anthropic
 from regauge.serve.answer import JSON, SLOW_READER_S, Answer, House
 from regauge.serve.cards import ModelCard, ModelList
 from regauge.serve.choice import Choice
@@ -43,7 +43,6 @@ class Gateway:
         self._tenants = tenants
         self._tokenizer = service.tokenizer
         self._created = int(time.time())
-        self._document = openapi.document(service.model)
         own = service.tokenizer.max_context
         engines = min(config.prefill.max_context, config.decode.max_context)
         self._context = engines if own is None else min(engines, own)
@@ -62,7 +61,6 @@ class Gateway:
             Route(anthropic.COUNT, self.count_tokens, methods=["POST"]),
             Route("/v1/models", self.models),
             Route("/v1/models/{id:path}", self.model),
-            Route(openapi.PATH, self.document),
         ]
 
     async def chat(self, request: Request) -> Answer:
@@ -94,10 +92,6 @@ class Gateway:
         """`GET /v1/models/{id}`."""
         self._check_model(request, request.path_params["id"])
         return _json(self._card())
-
-    async def document(self, _: Request) -> Response:
-        """`GET /openapi.json`."""
-        return Response(self._document, media_type=JSON)
 
     def _card(self) -> ModelCard:
         return ModelCard(id=self._service.model, created=self._created, max_model_len=self._context)

@@ -79,7 +79,7 @@ def build_app(
         limit_s=config.limits.request_timeout_s, wait_s=config.limits.prefill_wait_s,
     )  # fmt: skip
     gateway = Gateway(config, service, house, tenants)
-    routes = gateway.routes() + Operations(service, house, metrics).routes()
+    routes = gateway.routes() + Operations(service, house, metrics, keys=not tenants.open).routes()
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
