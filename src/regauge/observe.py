@@ -27,6 +27,8 @@ ROLE: Final = "role"
 ROUTE: Final = "route"
 STATUS: Final = "status"
 PATH: Final = "path"
+PLACED: Final = "placed"
+ATTEMPTS: Final = "attempts"
 MODE: Final = "mode"
 WIRE_BYTES: Final = "wire_bytes"
 PAGES: Final = "pages"
@@ -71,13 +73,18 @@ CLIENT_FAULTS: Final = ("malformed", "head", "header", "body", "write", "connect
 ROUTES: Final = (
     "/v1/chat/completions",
     "/v1/completions",
+    "/v1/messages",
+    "/v1/messages/count_tokens",
     "/v1/models",
     "/v1/models/{id}",
     "/health",
     "/ready",
     "/metrics",
     "/version",
+    "/openapi.json",
     "/debug/transfers",
+    "/debug/why/{id}",
+    "/v1/usage",
     "/internal/generate",
     "/internal/prefill",
     "/internal/requests/{request_id}",
@@ -128,6 +135,9 @@ class Metrics:
     prompt_tokens: Counter
     bypassed: Counter
     retried: Counter
+    resumed: Counter
+    receipts: Counter
+    receipts_refused: Counter
     completion_tokens: Counter
     transfer_bytes: Histogram
     transfer_seconds: Histogram
@@ -202,8 +212,19 @@ class Metrics:
                 registry=registry,
             ),
             retried=Counter(
-                "regauge_prefill_retries_total",
-                "Answers that were begun again before their first token, since prefill had been lost or had failed.",
+                "regauge_retries_total",
+                "Answers that were begun again before their first token, since a worker had been lost or had failed.",
+                registry=registry,
+            ),
+            resumed=Counter(
+                "regauge_resumed_answers_total",
+                "Answers that another decode worker went on with, since theirs had been lost.",
+                registry=registry,
+            ),
+            receipts=Counter("regauge_receipts_total", "Receipts handed over to the store.", registry=registry),
+            receipts_refused=Counter(
+                "regauge_receipts_refused_total",
+                "Receipts that were not taken: forged, malformed, or too many at once.",
                 registry=registry,
             ),
             completion_tokens=Counter("regauge_completion_tokens_total", "Generated tokens.", registry=registry),

@@ -1,16 +1,18 @@
-"""The gateway's process: an OpenAI-compatible front over one prefill and one decode worker.
+"""The gateway's process: the APIs that clients speak, over a fleet of prefill and decode workers.
 
 The life of a request:
 
-1. The body is read, up to `limits.max_body_bytes`, and checked (`openai.py`); the model's name must be ours.
+1. The API key says who asks (`access.py`). The body is read, up to `limits.max_body_bytes`, and checked (`openai.py`, `anthropic.py`); the
+   model's name must be ours.
 2. The chat template is applied and the text tokenised (`text.py`).
 3. Prompt and answer must fit the context. An answer length that the client did not give is cut to fit.
-4. Admission: every choice counts against `limits.max_queue`, and both workers must be up.
-5. Both workers get each choice at the same time, and the decode worker's tokens come back (`relay.py`).
-6. They become text, whole or as server-sent events (`replies.py`). The HTTP status is sent with the first of it, so
+4. Admission: the tenant's limits (`tenants.py`), then every choice counts against `limits.max_queue`.
+5. The router (`route/`) places each choice on a prefill and a decode worker, or refuses it; both get it at the same time, and the decode
+   worker's tokens come back (`relay.py`, `attempt.py`). Where a worker fails it, it is tried elsewhere, or another goes on with it.
+6. They become text, whole or as server-sent events (`dialects.py`). The HTTP status is sent with the first of it, so
    that a request which fails before its first token is answered with its own status, streamed or not.
 7. A client that goes away ends its request on both workers.
-8. One log line says what became of it.
+8. One log line says what became of it, and receipts what it used (`metering.py`).
 
 Run as `python -m regauge.serve.gateway SPEC.json` (`wire.GatewaySpec`).
 """
@@ -21,7 +23,8 @@ import asyncio
 import signal
 import ssl
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 
@@ -37,46 +40,68 @@ from regauge import observe
 from regauge.config import ServeConfig
 from regauge.errors import ConfigError
 from regauge.layout import files
-from regauge.layout.spec import Layout
 from regauge.move.tls import from_config
 from regauge.observe import Metrics, get_logger, setup_logging
+from regauge.route.router import Router
 from regauge.serve import reload, wire
 from regauge.serve.access import Access
-from regauge.serve.answer import Envelope, error_response
+from regauge.serve.answer import Envelope, House, error_response
 from regauge.serve.endpoints import Gateway
+from regauge.serve.fleet import Fleet, dialer
+from regauge.serve.metering import Meter
+from regauge.serve.names import Names
 from regauge.serve.openai import SERVER_ERROR, ApiError
-from regauge.serve.pairing import Pairing
+from regauge.serve.operations import Operations
+from regauge.serve.pairing import Pairs
 from regauge.serve.place import ALONE, Place, is_open, share
+from regauge.serve.relay import Service
 from regauge.serve.reload import Part, Reloader
 from regauge.serve.server import GRACE_S, Server, load_chain, tls_context
 from regauge.serve.tenants import Tenants
 from regauge.serve.text import Tokenizer
-from regauge.serve.workers import Workers
 
 
 def build_app(
     config: ServeConfig,
     tokenizer: Tokenizer,
-    workers: Workers,
+    fleet: Fleet,
     metrics: Metrics,
     *,
     model: str,
-    verdict: wire.VerdictInfo,
-    layouts: Mapping[str, Layout] | None = None,
     tenants: Tenants | None = None,
+    meter: Meter | None = None,
 ) -> Starlette:
-    """Return the gateway as an ASGI app; `app.state.house` is its `House`. Without `tenants` anybody may ask."""
+    """Return the gateway as an ASGI app; `app.state.house` is its `House`. Without `tenants` anybody may ask, without `meter` nothing is billed."""
     tenants = Tenants() if tenants is None else tenants
-    pairing = Pairing(workers, verdict, layouts)
-    gateway = Gateway(config, tokenizer, workers, metrics, model=model, pairing=pairing)
+    house = House(config.limits.max_queue, metrics)
+    service = Service(
+        fleet, tokenizer, metrics, meter, Names(config.route.keep_routes), model, house.spawn,
+        limit_s=config.limits.request_timeout_s, wait_s=config.limits.prefill_wait_s,
+    )  # fmt: skip
+    gateway = Gateway(config, service, house, tenants)
+    routes = gateway.routes() + Operations(service, house, metrics).routes()
+
+    @asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        """Watch the workers while the app runs; end what is left when it stops."""
+        await fleet.start()
+        try:
+            yield
+        finally:
+            await house.drain(0)
+            await fleet.close()
+            if meter is not None:
+                await asyncio.to_thread(meter.close)
+
     app = Starlette(
-        routes=gateway.routes(),
+        routes=routes,
         middleware=[Middleware(Envelope, metrics=metrics), Middleware(Access, tenants=tenants)],
         exception_handlers={ApiError: _on_api_error, HTTPException: _on_http_error, Exception: _on_bug},
-        lifespan=gateway.lifespan,
+        lifespan=lifespan,
     )
-    app.state.house = gateway.house
+    app.state.house = house
     app.state.gateway = gateway
+    app.state.router = fleet.router
     app.state.tenants = tenants
     app.state.metrics = metrics
     return app
@@ -107,6 +132,7 @@ async def serve(app: Starlette, config: ServeConfig, place: Place = ALONE, *, gr
         "tls": certificate,
         "rules": lambda new: partial(setattr, server.door, "rules", new.gateway),
         "limits": lambda new: partial(gateway.set_limits, share(new)),
+        "route": lambda new: partial(setattr, app.state.router, "config", new.route),
     }
     folder = place.folder
     reloader = Reloader(parts)
@@ -128,22 +154,15 @@ def run_gateway(spec: wire.GatewaySpec, place: Place = ALONE) -> None:
     layouts = {name: files.decode(data, format="json") for name, data in spec.layouts.items()}
 
     async def run() -> None:
-        app = build_app(
-            config,
-            Tokenizer.load(Path(spec.model_folder)),
-            Workers.connect(
-                spec.workers,
-                spec.token,
-                metrics,
-                model=spec.model_name,
-                key=bytes.fromhex(spec.key),
-                tls=tls.client if tls else None,
-            ),
+        fleet = Fleet(
+            spec.workers,
+            dialer(spec.token, spec.model_name, bytes.fromhex(spec.key), tls.client if tls else None),
             metrics,
-            model=spec.model_name,
-            verdict=spec.verdict,
-            layouts=layouts,
-            tenants=tenants,
+            Router(config.route, max_queue=config.limits.max_queue),
+            pairs=Pairs(layouts, spec.verdict),
+        )
+        app = build_app(
+            config, Tokenizer.load(Path(spec.model_folder)), fleet, metrics, model=spec.model_name, tenants=tenants
         )
         await serve(app, config, place)
 
@@ -173,7 +192,7 @@ def main(arguments: list[str]) -> int:
 async def _on_api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)  # noqa: S101  # by registration
     request.scope["state"]["summary"] = {observe.ERROR: str(error)}
-    return error_response(error)
+    return error_response(error, request.url.path, request.state.request_id)
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
@@ -181,7 +200,8 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)  # noqa: S101  # by registration
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
     message = f"{request.method} {request.url.path}: {error.detail}"
-    response = error_response(ApiError(error.status_code, message, code=code))
+    told = ApiError(error.status_code, message, code=code)
+    response = error_response(told, request.url.path, request.state.request_id)
     response.headers.update(error.headers or {})
     return response
 
@@ -195,7 +215,9 @@ async def _on_bug(request: Request, _: Exception) -> Response:
             f"internal error; look for request {request_id} in the log",
             type=SERVER_ERROR,
             code="internal_error",
-        )
+        ),
+        request.url.path,
+        request_id,
     )
     response.headers["x-request-id"] = request_id
     return response
