@@ -6,10 +6,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from regauge.serve import wire
-from regauge.serve.worker import RefusalError, Worker
+from regauge.serve.core import Core, RefusalError
 
 
-async def cache_news(worker: Worker, request: Request) -> Response:
+async def cache_news(worker: Core, request: Request) -> Response:
     """Answer with `CacheNews` since the query's `since` of `instance`; a DELETE first gives up all that nobody reads."""
     since = request.query_params.get("since", "0")
     if not (since.isascii() and since.isdigit() and len(since) < 20):
