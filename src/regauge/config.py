@@ -6,7 +6,6 @@ Sizes are in tokens or bytes, times in seconds, as the field's name says.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from math import inf
 from pathlib import Path
 from typing import Annotated, Literal
@@ -14,6 +13,11 @@ from typing import Annotated, Literal
 import msgspec
 
 from regauge import toml
+from regauge.config_bounds import MAX_S as MAX_S  # noqa: PLC0414  # re-exported
+from regauge.config_bounds import Count, Limit, bound
+from regauge.config_bounds import Port as Port  # noqa: PLC0414  # re-exported
+from regauge.config_gateway import GatewayConfig as GatewayConfig  # noqa: PLC0414  # re-exported
+from regauge.config_route import RouteConfig as RouteConfig  # noqa: PLC0414  # re-exported
 from regauge.errors import ConfigError
 
 Role = Literal["prefill", "decode"]
@@ -21,26 +25,6 @@ TransportName = Literal["shm", "tcp", "mooncake", "nixl"]
 EngineName = Literal["local", "vllm", "sglang"]
 
 BUNDLED_MODEL = "smollm2-135m-instruct"
-MAX_S = 86_400.0
-"""Longest time limit, in seconds: what the system's timers take without question."""
-
-Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
-Limit = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
-Port = Annotated[int, msgspec.Meta(ge=1, le=65_535)]
-
-
-def _bound(
-    owner: msgspec.Struct, where: str, names: Sequence[str], *, least: float | None = None, most: float = inf
-) -> None:
-    """Raise ConfigError for the first of these fields that is not from `least` (None: above 0) to `most`, and finite."""
-    for name in names:
-        value = getattr(owner, name)
-        enough = value > 0 if least is None else value >= least  # neither is so for NaN
-        if not (enough and value < inf and value <= most):
-            low = "more than 0" if least is None else f"at least {least:g}"
-            high = "finite" if most == inf else f"at most {most:g}"
-            default = next(field.default for field in msgspec.structs.fields(owner) if field.name == name)
-            raise ConfigError(f"{where}.{name}: must be {low} and {high}, not {value}; leave it out for {default}")
 
 
 class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -184,9 +168,9 @@ class FlowConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         where = "transfer.flow"
         times = ("rtt_s", "stall_s", "lease_s", "max_wait_s", "fair_s", "commit_s")
-        _bound(self, where, ("nic_bytes_per_s", *times))
-        _bound(self, where, ("quantum_bytes", "overcommit", "max_transfers"), least=1)
-        _bound(self, where, ("unscheduled_bytes", "unscheduled_budget_bytes", "urgent_s"), least=0)
+        bound(self, where, ("nic_bytes_per_s", *times))
+        bound(self, where, ("quantum_bytes", "overcommit", "max_transfers"), least=1)
+        bound(self, where, ("unscheduled_bytes", "unscheduled_budget_bytes", "urgent_s"), least=0)
         if not 0 < self.aged_share < 1:
             raise ConfigError(f"{where}.aged_share: must be between 0 and 1, not {self.aged_share}")
         for tenant, weight in self.shares.items():
@@ -234,8 +218,8 @@ class TransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Most seconds that a transfer whose link broke waits for a new one; 0: it fails at once."""
 
     def __post_init__(self) -> None:
-        _bound(self, "transfer", ("offer_s", "deadline_s", "lease_s"), most=MAX_S)
-        _bound(self, "transfer", ("resume_s",), least=0, most=MAX_S)
+        bound(self, "transfer", ("offer_s", "deadline_s", "lease_s"), most=MAX_S)
+        bound(self, "transfer", ("resume_s",), least=0, most=MAX_S)
 
 
 class LimitsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -253,8 +237,8 @@ class LimitsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     wait for it; 0: it fails. Where decode computes prompts itself (vLLM) nothing waits."""
 
     def __post_init__(self) -> None:
-        _bound(self, "limits", ("request_timeout_s",), most=MAX_S)
-        _bound(self, "limits", ("prefill_wait_s",), least=0, most=MAX_S)
+        bound(self, "limits", ("request_timeout_s",), most=MAX_S)
+        bound(self, "limits", ("prefill_wait_s",), least=0, most=MAX_S)
 
 
 class QualityLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -295,6 +279,8 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     transfer: TransferConfig = TransferConfig()
     limits: LimitsConfig = LimitsConfig()
     quality: QualityConfig = QualityConfig()
+    route: RouteConfig = RouteConfig()
+    gateway: GatewayConfig = GatewayConfig()
 
     def engine(self, role: Role) -> EngineConfig:
         """Return how the worker of a role runs."""

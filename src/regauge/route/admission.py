@@ -1,0 +1,72 @@
+"""Which requests are taken: those whose predicted first token comes in time. The rest is told when to come again.
+
+What is predicted is what the queues hold now, so that it falls as they drain: nothing is remembered of an overload but the ratio of measured to
+predicted times, which is bounded and forgotten with a half-life of `FORGET_S`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil, exp, inf, log
+from typing import Final
+
+from regauge.config_route import RouteConfig
+from regauge.route.cluster import Refusal, Request
+
+STEP: Final = 0.1
+"""What a step of priority adds to the share of the limits that a request may use up."""
+RATIO_STEP: Final = 0.05
+RATIO_BOUNDS: Final = (0.5, 2.0)
+FORGET_S: Final = 5.0
+MOST_RETRY_S: Final = 600
+SLACK_S: Final = 0.05
+"""Added to measured and predicted times before they are compared: a few ms are noise."""
+
+
+@dataclass(slots=True)
+class Correction:
+    """By how much predictions are wrong of late."""
+
+    ratio: float = 1.0
+    at: float = 0.0
+
+    def factor(self, now: float) -> float:
+        """Return what predictions are to be multiplied by."""
+        age = max(0.0, now - self.at)
+        return 1 + (self.ratio - 1) * exp(-log(2) * age / FORGET_S)
+
+    def measured(self, predicted_s: float, measured_s: float, now: float) -> float:
+        """Take a measurement against what the model alone had predicted; return the ratio of the two."""
+        ratio = (measured_s + SLACK_S) / (predicted_s + SLACK_S)
+        low, high = RATIO_BOUNDS
+        current = self.factor(now)
+        self.ratio = current + RATIO_STEP * (min(max(ratio, low), high) - current)
+        self.at = now
+        return ratio
+
+
+def deadline(request: Request, config: RouteConfig) -> float:
+    """Return the seconds within which the first token must be predicted to come; infinite: no matter when."""
+    limit = config.ttft_s if request.ttft_s is None else request.ttft_s
+    if limit is None or request.admitted or request.resume:
+        return inf
+    return limit * min(1.0, max(STEP, config.admit_share + STEP * request.priority))
+
+
+def late(predicted_s: float, limit_s: float) -> Refusal:
+    """Refuse a request whose first token would come too late. Queues drain by a second each second."""
+    retry = min(max(1, ceil(predicted_s - limit_s)), MOST_RETRY_S)
+    message = f"the first token is predicted after {predicted_s:.2f} s, and {limit_s:.2f} s are allowed: come again in {retry} s"
+    return Refusal("deadline", message, retry, predicted_s)
+
+
+def full(request: Request, booked: int, most: int | None, drain_s: float) -> Refusal | None:
+    """Refuse a request beyond `most` at once; those of lower priority before that."""
+    if most is None or request.admitted or request.resume:
+        return None
+    allowed = max(1, int(most * min(1.0, max(STEP, 1 + STEP * request.priority))))
+    if booked < allowed:
+        return None
+    retry = min(max(1, ceil(drain_s)), MOST_RETRY_S)
+    message = f"{booked} requests are in the house, of {allowed} that priority {request.priority} allows: come again in {retry} s"
+    return Refusal("overload", message, retry)

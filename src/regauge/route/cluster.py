@@ -1,0 +1,185 @@
+"""The words of routing: workers, what they report, links, a request, and the answer to it. Pure data.
+
+Times are seconds (of one clock, the caller's), sizes tokens, pages or bytes, as the names say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+Path = Literal["DIRECT", "REMAP", "CONVERT", "REFUSED"]
+Reason = Literal["no_worker", "no_room", "deadline", "overload"]
+Cause = Literal["worker_lost", "failed", "timeout", "draining", "queue_full", "transfer_failed"]
+"""How an attempt failed: its worker died; said that it failed; was silent too long; takes nothing new; has no room; or the KV did not cross."""
+Outcome = Literal["complete", "cancelled", "failed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What a worker says of itself at one moment. None: it does not know."""
+
+    queued_tokens: int | None = None
+    """Prompt tokens that wait or are being computed; of these, cached ones do not count."""
+    running: int | None = None
+    """Requests that it holds as decode worker: those that decode, and those that wait for their KV."""
+    free_pages: int | None = None
+    pages: int | None = None
+    page_size: int | None = None
+    """Tokens of one page."""
+    prefill_tokens_per_s: float | None = None
+    """Measured over real steps."""
+    tpot_s: float | None = None
+    """Seconds per output token, measured, at the `running` of now."""
+    cache_seq: int | None = None
+    """Number of its newest prefix-cache event; None: it gives no events."""
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """What does not change while a worker lives."""
+
+    name: str
+    prefill: bool = False
+    decode: bool = False
+    computes: bool = False
+    """As decode worker it can compute prompts itself."""
+    slots: int = 32
+    """Most requests that decode together."""
+    prior_tokens_per_s: float = 1_000.0
+    """Speed at which it computes prompts, until it is measured."""
+    model: str = ""
+    """Only requests for this model go here; empty: any."""
+    overhead_s: float = 0.0
+    """What computing a prompt takes beyond its tokens."""
+    attention_s: float = 0.0
+    """Seconds that attention adds per pair of tokens: for one uncached token, per token before it."""
+    cache_tokens: int | None = None
+    """Tokens that its prefix cache holds; None: as its reported pool, or `route.assumed_tokens`. Counts only if it gives no events."""
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A pair of workers: how KV crosses between them, and how busy decode's NIC is."""
+
+    prefill: str
+    decode: str
+    path: Path = "DIRECT"
+    bytes_per_token: float = 0.0
+    """On the wire, over all layers and ranks."""
+    bytes_per_s: float = 0.0
+    """Of this pair, measured or nominal; 0: unknown, transfers are taken for free."""
+    nic_bytes_per_s: float = 0.0
+    """Of decode's NIC, which all its senders share; 0: as the fastest of its links."""
+    backlog_bytes: int = 0
+    """What decode's flow control has admitted on that NIC and not received yet, from any sender."""
+    convert_s_per_token: float = 0.0
+    """Kernel time that is not hidden behind the wire."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One attempt to be placed."""
+
+    id: str
+    tenant: str = ""
+    model: str = ""
+    tokens: int = 1
+    """Length of the prompt; of a resumed request, with what it had generated."""
+    blocks: tuple[int, ...] = ()
+    """Hashes of its full blocks (`regauge.blocks`), of `route.block_tokens` tokens each."""
+    max_tokens: int = 256
+    priority: int = 0
+    """Higher is admitted longer when load rises."""
+    ttft_s: float | None = None
+    """Limit of the time to its first token; None: `route.ttft_s`."""
+    tpot_s: float | None = None
+    """Limit of the time per output token; None: `route.tpot_s`."""
+    exclude: frozenset[str] = frozenset()
+    """Workers that have failed it."""
+    resume: bool = False
+    """It goes on from what it has streamed already."""
+    admitted: bool = False
+    """An attempt of it was admitted before; so nothing but a lack of workers refuses it."""
+    root: str = ""
+    """The client's request that this is an attempt of; empty: `id`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A placement that was looked at."""
+
+    prefill: str | None
+    decode: str
+    score: float
+    """What the policy orders by; the lowest wins."""
+    terms: Mapping[str, float] = field(default_factory=dict)
+    """As a route's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Where a request goes. Everything it needs there is reserved."""
+
+    id: str
+    policy: str
+    prefill: str | None
+    """None: decode computes the prompt."""
+    decode: str
+    cached_tokens: int
+    """Of the prompt, expected to be cached where it is computed."""
+    ttft_s: float
+    """Predicted, corrected by what was measured lately."""
+    terms: Mapping[str, float] = field(default_factory=dict)
+    """Of the pair: `queue_s`, `compute_s`, `transfer_s`, `wait_s` add up to the uncorrected prediction; and other figures."""
+    candidates: tuple[Candidate, ...] = ()
+    """The best few, this one first."""
+    note: str = ""
+    """What should be known of this decision: stale indexes, unknown links, workers left out."""
+
+    @property
+    def header(self) -> str:
+        """The decision in short ASCII, for `X-Regauge-Route`."""
+        pair = f"{self.prefill}>{self.decode}" if self.prefill else self.decode
+        return f"{self.policy} {pair} ttft={self.ttft_s:.3f} cached={self.cached_tokens}"
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why a request is not placed now."""
+
+    reason: Reason
+    message: str
+    retry_after_s: int = 1
+    """Whole seconds, at least 1: when it may be placed."""
+    ttft_s: float | None = None
+    """Predicted, if there was a worker for it."""
+    role: Literal["prefill", "decode"] | None = None
+    """What is lacking, for `no_worker` and `no_room`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A worker has these blocks in its prefix cache from now on."""
+
+    seq: int
+    hashes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Removed:
+    """A worker has evicted these blocks."""
+
+    seq: int
+    hashes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Cleared:
+    """A worker's prefix cache is empty, or will be told anew from here on."""
+
+    seq: int
+
+
+CacheEvent = Stored | Removed | Cleared

@@ -1,0 +1,122 @@
+"""What a placement comes to: the time to the first token, and the time per token, of one request on one pair of workers.
+
+    waiting_s   computation in front of it at prefill          queue_s
+    + compute   of its uncached tokens                         compute_s
+    + what of the transfer is not hidden behind that           transfer_s
+    + what of decode's wait for a slot and pages is not        wait_s
+
+KV goes layer by layer while the prompt is computed, but not before decode has pages for it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import inf
+from random import Random
+
+from regauge.config_route import RouteConfig
+from regauge.route.cluster import Link, Request
+from regauge.route.state import Standing
+
+HARM: float = 0.5
+"""What a second by which a request's KV delays others' counts against a second of its own."""
+UNKNOWN = Link("", "")
+
+
+@dataclass(slots=True)
+class View:
+    """What a policy sees: the workers that may serve the request, and what is cached where."""
+
+    config: RouteConfig
+    now: float
+    rng: Random
+    prefills: list[Standing]
+    decodes: list[Standing]
+    cached: dict[str, int]
+    """Tokens expected to be cached, by worker; at most all but the last."""
+    turns: dict[str, int] = field(default_factory=dict)
+    """Of `round-robin`: how often each role had its turn."""
+    links: bool = True
+    """Whether the state of the network counts; for ablations."""
+
+
+@dataclass(slots=True)
+class Estimate:
+    """One placement, predicted."""
+
+    prefill: Standing | None
+    decode: Standing
+    cached: int
+    queue_s: float
+    compute_s: float
+    transfer_s: float
+    wait_s: float
+    harm_s: float
+    tpot_s: float | None
+    wire_bytes: float
+    ready: float
+    """When computing begins."""
+
+    @property
+    def ttft_s(self) -> float:
+        """Time to the first token."""
+        return self.queue_s + self.compute_s + self.transfer_s + self.wait_s
+
+    def terms(self) -> dict[str, float]:
+        """Return the figures by name."""
+        figures = {
+            "queue_s": self.queue_s,
+            "compute_s": self.compute_s,
+            "transfer_s": self.transfer_s,
+            "wait_s": self.wait_s,
+            "cached_tokens": float(self.cached),
+            "wire_bytes": self.wire_bytes,
+        }
+        if self.tpot_s is not None:
+            figures["tpot_s"] = self.tpot_s
+        return figures
+
+
+def estimate(request: Request, view: View, prefill: Standing | None, decode: Standing) -> Estimate | None:
+    """Predict a placement; None: the pair is refused, or the request never fits."""
+    if prefill is None:
+        return _alone(request, view, decode)
+    link = prefill.links.get(decode.name, UNKNOWN)
+    wait = decode.wait_s(request.tokens + request.max_tokens)
+    if link.path == "REFUSED" or wait == inf:
+        return None
+    now = view.now
+    cached = view.cached.get(prefill.name, 0)
+    queue = prefill.waiting_s(now)
+    compute = prefill.compute_s(request.tokens - cached, cached)
+    begin, complete = now + queue, now + queue + compute
+    size = link.bytes_per_token * request.tokens
+    convert = link.convert_s_per_token * request.tokens
+    transfer, late, harm = 0.0, 0.0, 0.0
+    if view.links:
+        landed, harm = decode.nic.finish(size, begin, complete, now, link.bytes_per_s)
+        transfer = landed - complete + convert
+        if now + wait > begin:
+            late = decode.nic.finish(size, now + wait, max(complete, now + wait), now, link.bytes_per_s)[0] - landed
+    else:
+        late = max(0.0, now + wait - complete)
+    return Estimate(
+        prefill, decode, cached, queue, compute, transfer, max(0.0, late), harm, decode.tpot_s(), size, begin
+    )
+
+
+def _alone(request: Request, view: View, decode: Standing) -> Estimate | None:
+    wait = decode.wait_s(request.tokens + request.max_tokens)
+    if wait == inf or not decode.worker.computes:
+        return None
+    cached = view.cached.get(decode.name, 0)
+    queue = decode.waiting_s(view.now)
+    compute = decode.compute_s(request.tokens - cached, cached)
+    late = max(0.0, wait - queue)
+    return Estimate(None, decode, cached, queue, compute, 0.0, late, 0.0, decode.tpot_s(), 0.0, view.now + queue)
+
+
+def stall(decode: Standing, compute_s: float) -> float:
+    """Return the share by which a prompt that decode computes lengthens its other requests' time per token."""
+    others = len(decode.seats) + decode.foreign_seats
+    return compute_s / max(decode.hold_s, 1e-3) if others else 0.0

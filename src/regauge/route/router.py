@@ -1,0 +1,364 @@
+"""The router: what is known of the workers, and the decision for each request. Pure: events and the time in, decisions out.
+
+What a route needs is booked with it, prompt tokens at prefill, a slot and pages at decode, bytes on decode's NIC, until it is told that
+they are used up or not wanted any more: so that requests which come between two reports of a worker do not all go to the same place.
+
+    route --> [prefilled] --> [first_token] --> finished
+      |            `--------------'-----------> failed
+      `-> Refusal
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import inf
+from random import Random
+from typing import Final, Literal
+
+from regauge.config_route import RouteConfig
+from regauge.route import admission
+from regauge.route.cluster import (
+    CacheEvent,
+    Candidate,
+    Cause,
+    Link,
+    Load,
+    Outcome,
+    Refusal,
+    Request,
+    Route,
+    Worker,
+)
+from regauge.route.health import Breaker
+from regauge.route.model import Estimate, View, estimate
+from regauge.route.nic import Flow
+from regauge.route.policies import BEST, POLICIES, Pick, network_aware, offloaded
+from regauge.route.prefix import PrefixIndex
+from regauge.route.state import Booking, Standing
+from regauge.route.why import Journal
+
+BLAMELESS: Final[frozenset[Cause]] = frozenset({"draining", "queue_full"})
+"""Failures that say nothing of a worker's health."""
+TRUST_STEP: Final = 0.1
+
+
+class Router:
+    """One model's workers. Not thread-safe: one event loop owns it. Times are seconds of the caller's clock, which never goes back.
+
+    `max_queue`: most requests at once; None: any number. `seed` decides between equals.
+    """
+
+    def __init__(self, config: RouteConfig | None = None, seed: int = 0, *, max_queue: int | None = None) -> None:
+        self.config = config = config or RouteConfig()
+        self.max_queue = max_queue
+        self.index = PrefixIndex(config.index_blocks, config.stale_s)
+        self.journal = Journal(config.keep_routes)
+        self.correction = admission.Correction()
+        self._rng = Random(seed)  # noqa: S311  # choices between equals, not secrets
+        self._workers: dict[str, Standing] = {}
+        self._bookings: dict[str, Booking] = {}
+        self._turns: dict[str, int] = {}
+        self._trust: dict[str, float] = {}
+        self._links: dict[str, dict[str, Link]] = {}
+
+    # What happens to workers
+
+    def join(self, worker: Worker, now: float) -> None:
+        """Know a worker, or know it anew: it has restarted, and nothing said of the one before holds. Its attempts must be ended first."""
+        self._forget(worker.name)
+        standing = Standing(worker, Breaker())
+        self._workers[worker.name] = standing
+        self.index.join(worker.name, self._capacity(standing), now)
+        for link in self._links.get(worker.name, {}).values():
+            self._linked(link)
+
+    def leave(self, name: str, now: float) -> None:  # noqa: ARG002  # every event has its time
+        """Forget a worker, if it is known, and its links. What is booked with others stays booked, until each attempt is ended."""
+        self._forget(name)
+        for other in self._links.pop(name, {}):
+            self._links.get(other, {}).pop(name, None)
+            if other in self._workers:
+                self._workers[other].links.pop(name, None)
+
+    def update(self, worker: Worker, now: float) -> None:  # noqa: ARG002  # every event has its time
+        """Take another statement of a worker that goes on, such as another role; bookings and cache stay."""
+        self._workers[worker.name].worker = worker
+
+    def health(self, name: str, usable: bool, now: float) -> None:  # noqa: ARG002  # every event has its time
+        """Say whether a worker can be reached and takes requests; whoever routes knows that by probes of its own."""
+        self._workers[name].up = usable
+
+    def report(self, name: str, load: Load, now: float) -> None:
+        """Take what a worker said of itself; `now` is when it was asked."""
+        standing = self._workers[name]
+        standing.report(load, now)
+        self.index.heard(name, load.cache_seq, now)
+        if self.index.assumed(name):
+            self.index.resize(name, self._capacity(standing))
+
+    def link(self, link: Link, now: float) -> None:
+        """Take the state of a pair of workers, which need not be known yet."""
+        self._links.setdefault(link.prefill, {})[link.decode] = link
+        self._links.setdefault(link.decode, {})[link.prefill] = link
+        self._linked(link)
+        decode = self._workers.get(link.decode)
+        if decode is not None:
+            decode.nic.said(link.backlog_bytes, decode.nic.rate, now)
+
+    def cache_event(self, name: str, event: CacheEvent, now: float) -> None:
+        """Take an event of a worker's prefix cache."""
+        self.index.event(name, event, now)
+
+    # What happens to requests
+
+    def route(self, request: Request, now: float) -> Route | Refusal:
+        """Decide where an attempt goes, and book what it needs there; or say why it goes nowhere now.
+
+        Raises ValueError for an id that is booked already.
+        """
+        if request.id in self._bookings:
+            raise ValueError(f"attempt {request.id!r} is booked already")
+        decided = self._decide(request, now)
+        self.journal.decided(request, decided, now)
+        return decided
+
+    def prefilled(self, attempt: str, now: float, cached: int, computed: int, seconds: float | None = None) -> None:
+        """An attempt's prompt is computed and its KV has crossed; `seconds` that computing took, if known."""
+        booking = self._bookings.get(attempt)
+        if booking is None or not booking.computing:
+            return
+        computer = booking.prefill or booking.decode
+        self._crossed(booking, now)
+        if seconds is not None:
+            computer.computed(computed, cached, seconds)
+        if booking.cached and self._workers.get(computer.name) is computer:
+            trust = self._trust.get(computer.name, 1.0)
+            self._trust[computer.name] = trust + TRUST_STEP * (min(1.0, cached / booking.cached) - trust)
+        if booking.prefill is not None:
+            booking.prefill.breaker.good(attempt)
+        self.journal.happened(attempt, now, f"prefilled: {cached} cached, {computed} computed")
+
+    def first_token(self, attempt: str, now: float) -> None:
+        """An attempt's first token has come."""
+        booking = self._bookings.get(attempt)
+        if booking is None or booking.first is not None:
+            return
+        booking.first = now
+        measured = now - booking.made
+        ratio = self.correction.measured(booking.predicted_s, measured, now)
+        self._crossed(booking, now)
+        for standing in _both(booking):
+            standing.breaker.timed(ratio)
+            self._slow(standing, now)
+        self.journal.happened(
+            attempt, now, f"first token after {measured:.3f} s, {booking.predicted_s:.3f} s predicted"
+        )
+
+    def finished(self, attempt: str, now: float, outcome: Outcome = "complete") -> None:
+        """An attempt is over: all that was booked for it is free."""
+        booking = self._release(attempt, now)
+        if booking is None:
+            return
+        for standing in _both(booking):
+            if outcome == "complete":
+                standing.breaker.good(attempt)
+            else:
+                standing.breaker.over(attempt)
+        self.journal.happened(attempt, now, outcome)
+
+    def failed(self, attempt: str, worker: str, now: float, cause: Cause) -> None:
+        """An attempt failed at a worker: all that was booked for it is free, and the worker's record has it."""
+        booking = self._release(attempt, now)
+        if booking is None:
+            return
+        for standing in _both(booking):
+            if standing.name != worker or cause in BLAMELESS:
+                standing.breaker.over(attempt)
+            elif standing.breaker.bad(attempt, cause, self.config, now, spare=self._spare(standing)):
+                self.journal.happened(attempt, now, f"{worker} is left out: {standing.breaker.why}")
+        self.journal.happened(attempt, now, f"failed at {worker}: {cause}")
+
+    # What is known
+
+    @property
+    def workers(self) -> Mapping[str, Standing]:
+        """All workers, for inspection."""
+        return self._workers
+
+    @property
+    def booked(self) -> int:
+        """Attempts that are not over."""
+        return len(self._bookings)
+
+    def usable(self, role: Literal["prefill", "decode"], now: float, exclude: frozenset[str] = frozenset()) -> bool:
+        """Return whether some worker of a role would be given requests now."""
+        return any(name not in exclude for name in (each.name for each in self._takers(role, now, "")))
+
+    # Inside
+
+    def _forget(self, name: str) -> None:
+        if self._workers.pop(name, None) is not None:
+            self.index.leave(name)
+            self._trust.pop(name, None)
+
+    def _decide(self, request: Request, now: float) -> Route | Refusal:
+        prefills = [each for each in self._takers("prefill", now, request.model) if each.name not in request.exclude]
+        decodes = [each for each in self._takers("decode", now, request.model) if each.name not in request.exclude]
+        if not decodes:
+            return Refusal("no_worker", f"no decode worker is usable{_but(request)}", role="decode")
+        if not prefills and not any(each.worker.computes for each in decodes):
+            return Refusal("no_worker", f"no prefill worker is usable{_but(request)}", role="prefill")
+        drain_s = min((each.waiting_s(now) for each in prefills or decodes), default=0.0)
+        if refusal := admission.full(request, len(self._bookings), self.max_queue, drain_s):
+            return refusal
+        cached, note = self._cached(request, now)
+        view = View(self.config, now, self._rng, prefills, decodes, cached, self._turns)
+        made = self._estimates(request, view)
+        if not made:
+            return self._no_pair(request, view)
+        ratio, limit = self.correction.factor(now), admission.deadline(request, self.config)
+        chosen = next((one for one in made if one.ttft_s * ratio <= limit), None)
+        if chosen is None:
+            return admission.late(min(one.ttft_s for one in made) * ratio, limit)
+        self._book(request, chosen, now)
+        ranked = [chosen, *(one for one in made if one is not chosen)]
+        return Route(
+            request.id, self.config.policy, chosen.prefill.name if chosen.prefill else None, chosen.decode.name,
+            chosen.cached, chosen.ttft_s * ratio, chosen.terms(), tuple(map(_candidate, ranked)), note,
+        )  # fmt: skip
+
+    def _takers(self, role: Literal["prefill", "decode"], now: float, model: str) -> list[Standing]:
+        """Return who may be given a request: those in good standing, else those that were left out, rather than nobody."""
+        able = [
+            each
+            for each in self._workers.values()
+            if each.up
+            and getattr(each.worker, role)
+            and (not model or not each.worker.model or each.worker.model == model)
+        ]
+        return [each for each in able if each.breaker.takes(now)] or able
+
+    def _cached(self, request: Request, now: float) -> tuple[dict[str, int], str]:
+        """Return the tokens that each worker is expected to have cached, and what is wrong with that."""
+        most, cached, notes = max(0, request.tokens - 1), {}, []
+        for name, blocks in self.index.overlap(request.blocks).items():
+            tokens = min(blocks * self.config.block_tokens, most)
+            share = self._trust.get(name, 1.0) if self.index.assumed(name) else 1.0
+            if stale := self.index.stale(name, now):
+                notes.append(
+                    f"the cache index of {name} is stale ({stale}): {tokens} tokens count {self.config.stale_weight:g}"
+                )
+                share *= self.config.stale_weight
+            cached[name] = int(tokens * share)
+        return cached, "; ".join(notes)
+
+    def _estimates(self, request: Request, view: View) -> list[Estimate]:
+        """Return the best few placements of the policy that are possible, best first."""
+        policy = POLICIES[self.config.policy]
+        picks = policy(request, view) if view.prefills else []
+        picks = offloaded(request, view, picks) + picks if any(each.worker.computes for each in view.decodes) else picks
+        made = _first(request, view, picks)
+        if not made and view.prefills and policy is not network_aware:
+            made = _first(request, view, network_aware(request, view))  # all pairs that the policy likes are refused
+        return made
+
+    def _no_pair(self, request: Request, view: View) -> Refusal:
+        need = request.tokens + request.max_tokens
+        if all(each.wait_s(need) == inf for each in view.decodes):
+            return Refusal("no_room", f"no decode worker can ever hold {need} tokens", role="decode")
+        return Refusal("no_worker", "no usable prefill worker has a path to a usable decode worker", role="prefill")
+
+    def _book(self, request: Request, chosen: Estimate, now: float) -> None:
+        booking = Booking(
+            request.id, now, chosen.prefill, chosen.decode, request.tokens - chosen.cached, chosen.compute_s,
+            request.tokens + request.max_tokens, request.tokens, chosen.cached, chosen.ttft_s, request.blocks,
+        )  # fmt: skip
+        self._bookings[request.id] = booking
+        computer = chosen.prefill or chosen.decode
+        computer.enqueue(booking, now)
+        chosen.decode.seat(booking)
+        if chosen.prefill is not None:
+            flow = Flow(chosen.ready, chosen.ready + chosen.compute_s, chosen.wire_bytes)
+            chosen.decode.nic.add(request.id, flow, now)
+        for standing in _both(booking):
+            standing.breaker.given(request.id, now)
+        self.index.assume(computer.name, request.blocks)
+
+    def _crossed(self, booking: Booking, now: float) -> None:
+        """The prompt is computed, and its KV where it is wanted."""
+        if booking.computing:
+            booking.computing = False
+            (booking.prefill or booking.decode).dequeue(booking, now)
+            booking.decode.nic.drop(booking.id, now)
+
+    def _release(self, attempt: str, now: float) -> Booking | None:
+        booking = self._bookings.pop(attempt, None)
+        if booking is not None:
+            self._crossed(booking, now)
+            booking.decode.unseat(booking, now)
+        return booking
+
+    def _spare(self, standing: Standing) -> bool:
+        """Return whether each role of a worker has another one in good standing."""
+        roles: tuple[Literal["prefill", "decode"], ...] = ("prefill", "decode")
+        return all(
+            any(
+                each is not standing and each.up and getattr(each.worker, role) and each.breaker.until is None
+                for each in self._workers.values()
+            )
+            for role in roles
+            if getattr(standing.worker, role)
+        )
+
+    def _slow(self, standing: Standing, now: float) -> None:
+        worker = standing.worker
+        peers = [
+            each.breaker
+            for each in self._workers.values()
+            if each is not standing and (each.worker.prefill, each.worker.decode) == (worker.prefill, worker.decode)
+        ]
+        breaker = standing.breaker
+        if breaker.slow(peers, self.config) and self._spare(standing):
+            breaker.eject(f"its requests take {breaker.ratio:.1f} times what is predicted", self.config, now)
+
+    def _linked(self, link: Link) -> None:
+        prefill, decode = self._workers.get(link.prefill), self._workers.get(link.decode)
+        if prefill is not None:
+            prefill.links[link.decode] = link
+        if decode is not None:
+            own = self._links[link.decode].values()
+            decode.nic.rate = link.nic_bytes_per_s or max(
+                each.bytes_per_s for each in own if each.decode == link.decode
+            )
+
+    def _capacity(self, standing: Standing) -> int:
+        """Return the blocks that a cache is assumed to hold."""
+        load, tokens = standing.load, standing.worker.cache_tokens
+        if tokens is None:
+            pool = load.pages * load.page_size if load.pages and load.page_size else None
+            tokens = self.config.assumed_tokens if pool is None else pool
+        return max(1, tokens // self.config.block_tokens)
+
+
+def _first(request: Request, view: View, picks: list[Pick]) -> list[Estimate]:
+    """Return the estimates of the first few picks that are possible."""
+    made: list[Estimate] = []
+    for pick in picks:
+        one = pick.estimate or estimate(request, view, pick.prefill, pick.decode)
+        if one is not None:
+            made.append(one)
+            if len(made) == BEST:
+                break
+    return made
+
+
+def _candidate(one: Estimate) -> Candidate:
+    return Candidate(one.prefill.name if one.prefill else None, one.decode.name, one.ttft_s, one.terms())
+
+
+def _both(booking: Booking) -> tuple[Standing, ...]:
+    return (booking.decode,) if booking.prefill is None else (booking.prefill, booking.decode)
+
+
+def _but(request: Request) -> str:
+    return f", but for {', '.join(sorted(request.exclude))}, which failed this request" if request.exclude else ""

@@ -1,0 +1,221 @@
+"""What the router knows of one worker: its last report, and what has been promised to it since. Mutable; owned by the router.
+
+A report is older than our own bookings, and contains those that were made before it. The rule: of a report's figures, what our own bookings made
+until `TRANSIT_S` before it account for is ours, and the rest is somebody else's (another gateway's) until the next report; bookings made later
+come on top. If the worker says less than we had booked, it has got on with the oldest of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import inf
+from typing import Final
+
+from regauge.route.cluster import Link, Load, Worker
+from regauge.route.health import Breaker
+from regauge.route.nic import Nic
+
+TRANSIT_S: Final = 0.02
+"""A booking so young when a report was asked for has not reached the worker yet."""
+FRESH_S: Final = 2.0
+"""A report older than this says nothing of how far the queue has got."""
+SPEED_STEP: Final = 0.2
+"""Weight of the newest measurement in a mean."""
+PAGE_TOKENS: Final = 16
+"""Page size of a worker that does not say."""
+HOLD_S: Final = 5.0
+"""How long a request holds its place in decode, until that is measured."""
+
+
+@dataclass(slots=True)
+class Booking:
+    """What one attempt has been promised."""
+
+    id: str
+    made: float
+    prefill: Standing | None
+    decode: Standing
+    tokens: int
+    """To be computed, as expected."""
+    compute_s: float
+    pages_tokens: int
+    """Tokens that decode must have pages for."""
+    prompt: int
+    cached: int
+    predicted_s: float
+    """Time to the first token, before correction."""
+    blocks: tuple[int, ...] = ()
+    first: float | None = None
+    """When its first token came."""
+    computing: bool = True
+    """Its prompt is not known to be computed."""
+
+
+@dataclass(slots=True)
+class Standing:
+    """One worker, as the router sees it."""
+
+    worker: Worker
+    breaker: Breaker
+    load: Load = field(default_factory=Load)
+    reported: float = -inf
+    """When the last report was asked for."""
+    up: bool = True
+    speed: float = 0.0
+    """Prompt tokens per second: the worker's own figure, else what its answers came to, else its prior."""
+    measured_speed: float | None = None
+    nic: Nic = field(default_factory=Nic)
+    links: dict[str, Link] = field(default_factory=dict)
+    """Of a prefill worker, by the name of the decode worker."""
+    queue: dict[str, Booking] = field(default_factory=dict)
+    """Bookings whose prompt is computed here, oldest first."""
+    queue_s: float = 0.0
+    done_s: float = 0.0
+    """Of `queue_s`, computed already, as of `done_at`."""
+    done_at: float = 0.0
+    foreign_s: float = 0.0
+    seats: dict[str, Booking] = field(default_factory=dict)
+    foreign_seats: int = 0
+    pages_used: int = 0
+    """By our bookings."""
+    pages_base: int | None = None
+    """Pages that are free when none of our bookings holds any; None: unknown."""
+    hold_s: float = HOLD_S
+
+    def __post_init__(self) -> None:
+        self.speed = self.worker.prior_tokens_per_s
+
+    @property
+    def name(self) -> str:
+        """The worker's name."""
+        return self.worker.name
+
+    def compute_s(self, tokens: int, cached: int) -> float:
+        """Return the seconds to compute `tokens` tokens of a prompt after `cached` ones."""
+        worker = self.worker
+        attention = worker.attention_s * tokens * (cached + tokens / 2) if worker.attention_s else 0.0
+        return worker.overhead_s + tokens / self.speed + attention
+
+    def waiting_s(self, now: float) -> float:
+        """Return the seconds of computation that a prompt which comes now finds in front of it."""
+        if not self.queue:
+            return self.foreign_s
+        return max(0.0, self.queue_s - self._done(now)) + self.foreign_s
+
+    def _done(self, now: float) -> float:
+        done = self.done_s + max(0.0, now - self.done_at)
+        if now - self.reported <= FRESH_S and self.load.queued_tokens is not None:
+            return min(done, self.queue_s)
+        # Nobody says that it gets on: of what was sent there, no more than the oldest prompt is taken to be done.
+        return min(done, next(iter(self.queue.values())).compute_s)
+
+    def enqueue(self, booking: Booking, now: float) -> None:
+        """Book a prompt's computation."""
+        self.done_s = self._done(now) if self.queue else 0.0
+        self.done_at = now
+        self.queue[booking.id] = booking
+        self.queue_s += booking.compute_s
+
+    def dequeue(self, booking: Booking, now: float) -> None:
+        """Take a prompt's computation back: it is done, or will not be."""
+        if self.queue.pop(booking.id, None) is None:
+            return
+        self.queue_s = max(0.0, self.queue_s - booking.compute_s)
+        if not self.queue:
+            self.queue_s = self.done_s = 0.0
+            return
+        done = self.done_s + max(0.0, now - self.done_at)
+        self.done_s = min(max(0.0, done - booking.compute_s), self.queue_s)
+        self.done_at = now
+
+    def seat(self, booking: Booking) -> None:
+        """Book a decode slot and pages."""
+        self.seats[booking.id] = booking
+        self.pages_used += self.pages_for(booking.pages_tokens)
+
+    def unseat(self, booking: Booking, now: float) -> None:
+        """Give slot and pages back."""
+        if self.seats.pop(booking.id, None) is None:
+            return
+        self.pages_used -= self.pages_for(booking.pages_tokens)
+        if booking.first is not None:
+            self.hold_s += SPEED_STEP * (now - booking.first - self.hold_s)
+
+    def pages_for(self, tokens: int) -> int:
+        """Return the pages that so many tokens need."""
+        return -(-tokens // (self.load.page_size or PAGE_TOKENS))
+
+    def wait_s(self, tokens: int) -> float:
+        """Return the seconds until decode has a slot and pages for a request of `tokens` tokens in all; infinite: it never fits."""
+        load = self.load
+        pages = self.pages_for(tokens)
+        if load.pages is not None and pages > load.pages:
+            return inf
+        seats = len(self.seats) + self.foreign_seats
+        over = seats + 1 - self.worker.slots
+        turn_s = self.hold_s / max(1, min(seats, self.worker.slots))  # one of them ends every so often
+        wait = over * turn_s if over > 0 else 0.0
+        if self.pages_base is not None:
+            short = self.pages_used + pages - self.pages_base
+            if short > 0 and seats:
+                each = max(1.0, self.pages_used / len(self.seats)) if self.seats else float(pages)
+                wait = max(wait, short / each * turn_s)
+        return wait
+
+    def tpot_s(self, more: int = 1) -> float | None:
+        """Return the predicted time per output token with `more` requests beyond those of now; None: never measured.
+
+        A batch that fills all slots is taken to be twice as slow as one request.
+        """
+        measured, running = self.load.tpot_s, self.load.running
+        if measured is None:
+            return None
+        slots = self.worker.slots
+        now = len(self.seats) + self.foreign_seats + more
+        return measured * (slots + now) / (slots + (running if running is not None else now))
+
+    def report(self, load: Load, now: float) -> None:
+        """Take what the worker said of itself when it was asked at `now`. Reports that were overtaken are ignored."""
+        if now < self.reported:
+            return
+        known = now - TRANSIT_S
+        if load.prefill_tokens_per_s:
+            self.speed = load.prefill_tokens_per_s
+        elif self.measured_speed is not None:
+            self.speed = self.measured_speed
+        page_size = self.load.page_size
+        self.load, self.reported = load, now
+        if load.page_size != page_size:
+            self.pages_used = sum(self.pages_for(booking.pages_tokens) for booking in self.seats.values())
+        if load.queued_tokens is not None:
+            self._queue_said(load.queued_tokens, known, now)
+        old = [booking for booking in self.seats.values() if booking.made <= known]
+        if load.running is not None:
+            self.foreign_seats = max(0, load.running - len(old))
+        if load.free_pages is not None:
+            mine = sum(self.pages_for(booking.pages_tokens) for booking in old)
+            self.pages_base = load.free_pages + mine
+            if load.pages is not None:
+                self.pages_base = min(self.pages_base, load.pages)
+
+    def _queue_said(self, queued: int, known: float, now: float) -> None:
+        old = [booking for booking in self.queue.values() if booking.made <= known]
+        tokens = sum(booking.tokens for booking in old)
+        self.foreign_s = max(0, queued - tokens) / self.speed
+        seconds = sum(booking.compute_s for booking in old)
+        self.done_s = seconds * (1 - queued / tokens) if queued < tokens else 0.0
+        self.done_at = now
+
+    def computed(self, tokens: int, cached: int, seconds: float) -> None:
+        """Learn from a prompt of which `tokens` were computed in `seconds`."""
+        worker = self.worker
+        attention = worker.attention_s * tokens * (cached + tokens / 2)
+        rest = seconds - worker.overhead_s - attention
+        if tokens < 1 or rest <= 0:
+            return
+        speed = tokens / rest
+        self.measured_speed = (
+            speed if self.measured_speed is None else self.measured_speed + SPEED_STEP * (speed - self.measured_speed)
+        )
+        if not self.load.prefill_tokens_per_s:
+            self.speed = self.measured_speed
