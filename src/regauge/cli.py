@@ -348,7 +348,7 @@ def _serve(options: argparse.Namespace) -> int:
     say(describe(deployment))
 
     async def run() -> int:
-        return await Supervisor(deployment, say, log_json=options.log_json).run()
+        return await Supervisor(deployment, say, log_json=options.log_json, reread=lambda: serve_config(options)).run()
 
     return asyncio.run(run())
 

@@ -61,7 +61,7 @@ class RouteConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """First ejection's length; doubles with each that follows,"""
     eject_most_s: float = 120.0
     """up to this. Then one request at a time probes the worker."""
-    keep_routes: Count = 10_000
+    keep_routes: Count = 5_000
     """Requests whose routes `regauge why` knows."""
 
     def __post_init__(self) -> None:

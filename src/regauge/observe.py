@@ -8,6 +8,7 @@ transfer's bytes and seconds are recorded by one call (`Metrics.transfer`), as a
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from typing import Any, Final, TextIO
 import structlog
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.multiprocess import MultiProcessCollector
 
 # Log fields. `event` is the sentence; a request's fields are the same in every process that it passes.
 REQUEST_ID: Final = "request_id"
@@ -25,6 +27,8 @@ ROLE: Final = "role"
 ROUTE: Final = "route"
 STATUS: Final = "status"
 PATH: Final = "path"
+PLACED: Final = "placed"
+ATTEMPTS: Final = "attempts"
 MODE: Final = "mode"
 WIRE_BYTES: Final = "wire_bytes"
 PAGES: Final = "pages"
@@ -60,16 +64,27 @@ REASONS: Final = (
     OTHER,
 )
 """Why a transfer failed: `regauge.move.reasons` sorts, `docs/operations.md` explains."""
+SHARED: Final = "PROMETHEUS_MULTIPROC_DIR"
+"""Environment variable of prometheus_client: a folder where every process keeps its metrics, mapped, so that those of a process that died still
+count. Gauges are of processes that live: requests in the house are summed, and of a worker the latest word holds."""
+LATEST: Final = "livemostrecent"
+CLIENT_FAULTS: Final = ("malformed", "head", "header", "body", "write", "connections")
+"""No HTTP; too large a head; headers or a body that came too slowly; an answer that was not read; too many connections."""
 ROUTES: Final = (
     "/v1/chat/completions",
     "/v1/completions",
+    "/v1/messages",
+    "/v1/messages/count_tokens",
     "/v1/models",
     "/v1/models/{id}",
     "/health",
     "/ready",
     "/metrics",
     "/version",
+    "/openapi.json",
     "/debug/transfers",
+    "/debug/why/{id}",
+    "/v1/usage",
     "/internal/generate",
     "/internal/prefill",
     "/internal/requests/{request_id}",
@@ -108,7 +123,11 @@ class Metrics:
     """All Prometheus metrics of one process, in base units; make one with `Metrics.create()`."""
 
     registry: CollectorRegistry
+    trouble_since: set[str] | None
+    """Workers whose totals were seen before; None: all that they say is counted, from their beginning."""
+    counts_workers: bool
     requests: Counter
+    client_faults: Counter
     in_flight: Gauge
     ttft: Histogram
     tpot: Histogram
@@ -116,6 +135,9 @@ class Metrics:
     prompt_tokens: Counter
     bypassed: Counter
     retried: Counter
+    resumed: Counter
+    receipts: Counter
+    receipts_refused: Counter
     completion_tokens: Counter
     transfer_bytes: Histogram
     transfer_seconds: Histogram
@@ -130,20 +152,41 @@ class Metrics:
     pool_quarantined_pages: Gauge
 
     @classmethod
-    def create(cls, version: str) -> Metrics:
-        """Return fresh metrics on a registry of their own."""
+    def create(cls, version: str, *, counts_workers: bool = True, resumed: bool = False) -> Metrics:
+        """Return fresh metrics on a registry of their own.
+
+        Of processes that share a folder (`SHARED`) one alone counts what workers say of themselves. `resumed`: a process before this one did, so
+        that what each worker says first has been counted.
+        """
         registry = CollectorRegistry()
         ProcessCollector(registry=registry)
-        Gauge("regauge_build_info", "1, labelled with the version.", ["version"], registry=registry).labels(
-            version
-        ).set(1)
+        Gauge(
+            "regauge_build_info",
+            "1, labelled with the version.",
+            ["version"],
+            registry=registry,
+            multiprocess_mode=LATEST,
+        ).labels(version).set(1)
         worker, path = ["worker", "role"], ["path", "mode"]
         return cls(
             registry=registry,
+            trouble_since=set() if resumed else None,
+            counts_workers=counts_workers,
             requests=Counter(
                 "regauge_requests_total", "HTTP requests answered.", ["route", "status"], registry=registry
             ),
-            in_flight=Gauge("regauge_requests_in_flight", "Generation requests in the house.", registry=registry),
+            client_faults=Counter(
+                "regauge_client_faults_total",
+                "Connections that were ended for what the client did, by what it was.",
+                ["reason"],
+                registry=registry,
+            ),
+            in_flight=Gauge(
+                "regauge_requests_in_flight",
+                "Generation requests in the house.",
+                registry=registry,
+                multiprocess_mode="livesum",
+            ),
             ttft=Histogram(
                 "regauge_time_to_first_token_seconds",
                 "Arrival to first token.",
@@ -169,8 +212,19 @@ class Metrics:
                 registry=registry,
             ),
             retried=Counter(
-                "regauge_prefill_retries_total",
-                "Answers that were begun again before their first token, since prefill had been lost or had failed.",
+                "regauge_retries_total",
+                "Answers that were begun again before their first token, since a worker had been lost or had failed.",
+                registry=registry,
+            ),
+            resumed=Counter(
+                "regauge_resumed_answers_total",
+                "Answers that another decode worker went on with, since theirs had been lost.",
+                registry=registry,
+            ),
+            receipts=Counter("regauge_receipts_total", "Receipts handed over to the store.", registry=registry),
+            receipts_refused=Counter(
+                "regauge_receipts_refused_total",
+                "Receipts that were not taken: forged, malformed, or too many at once.",
                 registry=registry,
             ),
             completion_tokens=Counter("regauge_completion_tokens_total", "Generated tokens.", registry=registry),
@@ -206,22 +260,49 @@ class Metrics:
                 worker,
                 registry=registry,
             ),
-            worker_up=Gauge("regauge_worker_up", "1 while the worker answers.", worker, registry=registry),
-            queue_depth=Gauge("regauge_queue_depth", "Requests that wait in a worker.", worker, registry=registry),
-            running=Gauge("regauge_running_requests", "Requests that run in a worker.", worker, registry=registry),
-            pool_pages=Gauge("regauge_pool_pages", "Pages of the KV pool.", worker, registry=registry),
-            pool_free_pages=Gauge("regauge_pool_free_pages", "Free pages of the KV pool.", worker, registry=registry),
+            worker_up=Gauge(
+                "regauge_worker_up", "1 while the worker answers.", worker, registry=registry, multiprocess_mode=LATEST
+            ),
+            queue_depth=Gauge(
+                "regauge_queue_depth",
+                "Requests that wait in a worker.",
+                worker,
+                registry=registry,
+                multiprocess_mode=LATEST,
+            ),
+            running=Gauge(
+                "regauge_running_requests",
+                "Requests that run in a worker.",
+                worker,
+                registry=registry,
+                multiprocess_mode=LATEST,
+            ),
+            pool_pages=Gauge(
+                "regauge_pool_pages", "Pages of the KV pool.", worker, registry=registry, multiprocess_mode=LATEST
+            ),
+            pool_free_pages=Gauge(
+                "regauge_pool_free_pages",
+                "Free pages of the KV pool.",
+                worker,
+                registry=registry,
+                multiprocess_mode=LATEST,
+            ),
             pool_quarantined_pages=Gauge(
                 "regauge_pool_quarantined_pages",
                 "Pages of failed transfers that a write may still reach.",
                 worker,
                 registry=registry,
+                multiprocess_mode=LATEST,
             ),
         )
 
     def answered(self, route: str, status: int) -> None:
         """Count one HTTP request; a route that is not in `ROUTES` is counted as "other"."""
         self.requests.labels(_known(route, ROUTES), str(status)).inc()
+
+    def client_fault(self, reason: str) -> None:
+        """Count a connection that was ended for what the client did; `reason` is one of `CLIENT_FAULTS`."""
+        self.client_faults.labels(_known(reason, CLIENT_FAULTS)).inc()
 
     def finished(
         self,
@@ -268,6 +349,11 @@ class Metrics:
         self, name: str, role: str, *, failed: Mapping[str, int], resent_chunks: int, resumed_legs: int
     ) -> None:
         """Add what went wrong in a worker's transfers since the last time; `failed` is by reason, one of `REASONS`."""
+        if not self.counts_workers:
+            return
+        if self.trouble_since is not None and name not in self.trouble_since:
+            self.trouble_since.add(name)
+            return
         for reason, count in failed.items():
             self.transfer_failures.labels(name, role, _known(reason, REASONS)).inc(count)
         self.resent_chunks.labels(name, role).inc(resent_chunks)
@@ -279,8 +365,12 @@ class Metrics:
         self.worker_up.labels(name, role).set(0)
 
     def exposition(self) -> tuple[bytes, str]:
-        """Return the text for a scrape and its content type."""
-        return generate_latest(self.registry), CONTENT_TYPE_LATEST
+        """Return the text for a scrape and its content type; of all processes that share a folder (`SHARED`), if there is one."""
+        registry = self.registry
+        if SHARED in os.environ:
+            registry = CollectorRegistry()
+            MultiProcessCollector(registry)  # type: ignore[no-untyped-call]  # the library's
+        return generate_latest(registry), CONTENT_TYPE_LATEST
 
 
 def setup_logging(level: str, json: bool, worker: str, *, stream: TextIO | None = None) -> None:

@@ -115,7 +115,10 @@ def test_a_commit_lost_with_its_link_is_said_again() -> None:
     (finish,) = said(s.finish("t", b"first token"))
     r.checked(check, 0.0)
     counted = Counted().chunk(24, DIGEST)
-    assert r.on_message("p", finish, 1.0) == [Send("p", m.Commit("t")), Delivered("t", b"first token", 24, 1.0, counted)]
+    assert r.on_message("p", finish, 1.0) == [
+        Send("p", m.Commit("t")),
+        Delivered("t", b"first token", 24, 1.0, counted),
+    ]
     s.link_lost("d", "gone", 1.0)
     r.link_lost("p", "gone", 1.0)
     (offer,) = said(s.link_up("d", link_terms(), "one"))

@@ -47,7 +47,10 @@ class Served:
             with contextlib.suppress(OSError, ValueError, IndexError):  # gone meanwhile, or a kernel thread
                 command = (entry / "cmdline").read_bytes().split(b"\0")
                 status = (entry / "status").read_text()
-                if command[-2].endswith(f"/{name}.json".encode()) and f"PPid:\t{self.process.pid}\n" in status:
+                if (
+                    any(part.endswith(f"/{name}.json".encode()) for part in command)
+                    and f"PPid:\t{self.process.pid}\n" in status
+                ):
                     return int(entry.name)
         raise AssertionError(f"no process of {name}")
 

@@ -60,13 +60,15 @@ def late(predicted_s: float, limit_s: float) -> Refusal:
     return Refusal("deadline", message, retry, predicted_s)
 
 
-def full(request: Request, booked: int, most: int | None, drain_s: float) -> Refusal | None:
-    """Refuse a request beyond `most` at once; those of lower priority before that."""
+def allowed(request: Request, most: int | None) -> float:
+    """Return how many requests may be in the house for this one to be taken: of lower priority, fewer; `most`: for the others."""
     if most is None or request.admitted or request.resume:
-        return None
-    allowed = max(1, int(most * min(1.0, max(STEP, 1 + STEP * request.priority))))
-    if booked < allowed:
-        return None
+        return inf
+    return max(1, int(most * min(1.0, max(STEP, 1 + STEP * request.priority))))
+
+
+def full(request: Request, allowed: float, drain_s: float) -> Refusal:
+    """Refuse a request because of how many there are; `drain_s`: until the first queue is empty."""
     retry = min(max(1, ceil(drain_s)), MOST_RETRY_S)
-    message = f"{booked} requests are in the house, of {allowed} that priority {request.priority} allows: come again in {retry} s"
+    message = f"{allowed:.0f} requests are in the house, as many as priority {request.priority} allows: come again in {retry} s"
     return Refusal("overload", message, retry)

@@ -36,8 +36,6 @@ class View:
     """Tokens expected to be cached, by worker; at most all but the last."""
     turns: dict[str, int] = field(default_factory=dict)
     """Of `round-robin`: how often each role had its turn."""
-    links: bool = True
-    """Whether the state of the network counts; for ablations."""
 
 
 @dataclass(slots=True)
@@ -78,12 +76,12 @@ class Estimate:
 
 
 def estimate(request: Request, view: View, prefill: Standing | None, decode: Standing) -> Estimate | None:
-    """Predict a placement; None: the pair is refused, or the request never fits."""
+    """Predict a placement; None: the pair is refused or no pair, or the request never fits."""
     if prefill is None:
         return _alone(request, view, decode)
     link = prefill.links.get(decode.name, UNKNOWN)
     wait = decode.wait_s(request.tokens + request.max_tokens)
-    if link.path == "REFUSED" or wait == inf:
+    if link.path == "REFUSED" or wait == inf or prefill is decode:
         return None
     now = view.now
     cached = view.cached.get(prefill.name, 0)
@@ -91,15 +89,10 @@ def estimate(request: Request, view: View, prefill: Standing | None, decode: Sta
     compute = prefill.compute_s(request.tokens - cached, cached)
     begin, complete = now + queue, now + queue + compute
     size = link.bytes_per_token * request.tokens
-    convert = link.convert_s_per_token * request.tokens
-    transfer, late, harm = 0.0, 0.0, 0.0
-    if view.links:
-        landed, harm = decode.nic.finish(size, begin, complete, now, link.bytes_per_s)
-        transfer = landed - complete + convert
-        if now + wait > begin:
-            late = decode.nic.finish(size, now + wait, max(complete, now + wait), now, link.bytes_per_s)[0] - landed
-    else:
-        late = max(0.0, now + wait - complete)
+    landed, harm = decode.nic.finish(size, begin, complete, now, link.bytes_per_s)
+    transfer, late = landed - complete + link.convert_s_per_token * request.tokens, 0.0
+    if now + wait > begin:
+        late = decode.nic.finish(size, now + wait, max(complete, now + wait), now, link.bytes_per_s)[0] - landed
     return Estimate(
         prefill, decode, cached, queue, compute, transfer, max(0.0, late), harm, decode.tpot_s(), size, begin
     )

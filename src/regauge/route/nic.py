@@ -7,6 +7,7 @@ of B bytes waits for at most B bytes of each other one that has begun: `sum(min(
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 from typing import Final
 
 TAIL_S: Final = 0.002
@@ -28,7 +29,7 @@ class Flow:
 class Nic:
     """The transfers to one decode worker."""
 
-    __slots__ = ("_at", "_flows", "foreign", "rate")
+    __slots__ = ("_at", "_flows", "_said", "foreign", "rate")
 
     def __init__(self) -> None:
         self.rate = 0.0
@@ -37,6 +38,7 @@ class Nic:
         """Bytes in front that are none of our transfers'."""
         self._flows: dict[str, Flow] = {}
         self._at = 0.0
+        self._said = (0, -inf)
 
     @property
     def booked(self) -> float:
@@ -58,8 +60,11 @@ class Nic:
 
     def said(self, backlog: int, rate: float, now: float) -> None:
         """Take what decode's flow control says: bytes admitted and not landed, of anybody, and the rate of the NIC."""
-        self._advance(now)
         self.rate = rate
+        if (backlog, now) == self._said:
+            return  # by another link of the same NIC
+        self._said = (backlog, now)
+        self._advance(now)
         begun = [flow for flow in self._flows.values() if flow.ready <= now]
         mine = sum(flow.rest for flow in begun)
         self.foreign = max(0.0, backlog - mine)
@@ -75,8 +80,10 @@ class Nic:
         rate = min(rate, self.rate) if self.rate else rate
         if not rate:
             return complete, 0.0
-        self._advance(now)
         begin = max(now, ready)
+        if not self._flows and not self.foreign:
+            return max(begin + size / rate, complete + TAIL_S), 0.0
+        self._advance(now)
         drained = rate * (begin - now)  # until then
         rests = [flow.rest for flow in self._flows.values() if flow.ready < complete]
         foreign = self.foreign - drained

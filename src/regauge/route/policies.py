@@ -6,8 +6,9 @@ network; `network-aware` takes the pair with the earliest first token.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from operator import attrgetter, itemgetter
 from types import MappingProxyType
 from typing import Final
 
@@ -33,16 +34,20 @@ class Pick:
     """If the policy has made one."""
 
 
+SCORE = attrgetter("score")
 Policy = Callable[[Request, View], list[Pick]]
 
 
 def _least(
-    standings: Iterable[Standing], cost: Callable[[Standing], float], view: View, count: int = BEST
+    standings: list[Standing], cost: Callable[[Standing], float], view: View, count: int = BEST
 ) -> list[tuple[float, Standing]]:
     """Return the cheapest few; among equals chance decides, or the first worker would get all of an idle cluster's work."""
-    priced = [(cost(standing), view.rng.random(), standing) for standing in standings]
-    priced.sort(key=lambda item: item[:2])
-    return [(price, standing) for price, _, standing in priced[:count]]
+    priced = [(cost(standing), standing) for standing in standings]
+    if len(priced) > 1:
+        start = int(view.rng.random() * len(priced))
+        priced = priced[start:] + priced[:start]
+        priced.sort(key=itemgetter(0))
+    return priced[:count]
 
 
 def _pairs(prefills: list[tuple[float, Standing]], decodes: list[tuple[float, Standing]]) -> list[Pick]:
@@ -50,7 +55,7 @@ def _pairs(prefills: list[tuple[float, Standing]], decodes: list[tuple[float, St
     if not prefills:
         return [Pick(cost, None, decode) for cost, decode in decodes]
     picks = [Pick(p + d, prefill, decode) for p, prefill in prefills for d, decode in decodes]
-    return sorted(picks, key=lambda pick: pick.score)
+    return sorted(picks, key=SCORE)
 
 
 def _room(view: View, request: Request) -> Callable[[Standing], float]:
@@ -124,18 +129,18 @@ def network_aware(request: Request, view: View) -> list[Pick]:
         have = cached.get(standing.name, 0)
         return standing.waiting_s(now) + standing.compute_s(request.tokens - have, have)
 
-    prefills = [standing for _, standing in _least(view.prefills, computed, view)]
-    picks = (
-        [pick for pick in (_priced(request, view, prefills[0], each) for each in view.decodes) if pick]
-        if prefills
-        else []
-    )
-    picks.sort(key=lambda pick: pick.score)
+    prefills = _least(view.prefills, computed, view)
+    if not prefills:
+        return []
+    picks = [pick for pick in (_priced(request, view, prefills[0][1], each) for each in view.decodes) if pick]
+    picks.sort(key=SCORE)
     # Where the best prefill worker is refused by some, or all, all are looked at with the others, too.
     decodes = [pick.decode for pick in picks[:BEST]] if len(picks) == len(view.decodes) else view.decodes
-    for prefill in prefills[1:]:
-        picks += (pick for pick in (_priced(request, view, prefill, each) for each in decodes) if pick)
-    picks.sort(key=lambda pick: pick.score)
+    for least, prefill in prefills[1:]:
+        if len(picks) >= BEST and least >= picks[0].score:
+            break  # its own terms alone are more than the best pair's
+        picks += [pick for pick in (_priced(request, view, prefill, each) for each in decodes) if pick]
+        picks.sort(key=SCORE)
     return picks
 
 
@@ -160,7 +165,7 @@ def offloaded(request: Request, view: View, picks: list[Pick]) -> list[Pick]:
     alone = [
         pick for pick in (_priced(request, view, None, each) for each in view.decodes if each.worker.computes) if pick
     ]
-    alone.sort(key=lambda pick: pick.score)
+    alone.sort(key=SCORE)
     if not picks:
         return alone
     config, best = view.config, picks[0]

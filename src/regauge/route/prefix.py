@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from regauge.route.cluster import CacheEvent, Cleared, Removed, Stored
+from regauge.blocks import CacheEvent, Cleared, Removed, Stored
 
 FIRST_SEQ = 1
 """A stream of events begins with this number at most, or with `Cleared`; otherwise something was missed."""
@@ -128,9 +128,15 @@ class PrefixIndex:
         cache = self._caches[name]
         if cache.told:
             return
+        where, held, bit = self._where, cache.held, cache.bit
         for block in reversed(blocks):  # the prompt's beginning is the newest, so that its end goes first
-            cache.held.pop(block, None)
-        self._store(cache, tuple(reversed(blocks)))
+            if block in held:
+                del held[block]
+            else:
+                where[block] = where.get(block, 0) | bit
+                self._total += 1
+            held[block] = None
+        self._fit(cache)
         self._trim(cache)
 
     def overlap(self, blocks: Sequence[int]) -> dict[str, int]:
@@ -190,8 +196,11 @@ class PrefixIndex:
                 where[block] = mask | bit
                 self._total += 1
             held[block] = None
-        while self._total > self._limit and held:
-            self._drop(cache, next(iter(held)))
+        self._fit(cache)
+
+    def _fit(self, cache: Cache) -> None:
+        while self._total > self._limit and cache.held:
+            self._drop(cache, next(iter(cache.held)))
             self.dropped += 1
 
     def _remove(self, cache: Cache, hashes: Sequence[int]) -> None:

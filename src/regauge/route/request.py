@@ -121,9 +121,7 @@ class Life:
         self.failures.append(f"{worker}: {kind}")
         self._excluded.add(worker)
         self.kills += kind == "worker_lost"
-        if stop := self._over(now):
-            return stop
-        return self._next(now, role, now + self.wait_s)
+        return self._told(self._over(now) or self._next(now, role, now + self.wait_s), now)
 
     def again(self, now: float) -> Action:
         """Try again after a `Wait`; workers that failed it may have it once more, since nobody else is there."""
@@ -131,9 +129,18 @@ class Life:
         if waiting is None:
             return Stop("exhausted", "nothing is waited for")
         self._waiting = None
-        if stop := self._over(now):
-            return stop
-        return self._next(now, waiting.role, waiting.until, anybody=True)
+        return self._told(self._over(now) or self._next(now, waiting.role, waiting.until, anybody=True), now)
+
+    def _told(self, action: Action, now: float) -> Action:
+        """Have the journal know what no route says."""
+        if isinstance(action, Stop):
+            what = f"stopped, {action.reason}: {action.message}"
+        elif isinstance(action, Wait):
+            what = f"waits for a {action.role} worker"
+        else:
+            return action
+        self.router.journal.happened(self.request.root or self.request.id, now, what)
+        return action
 
     def _over(self, now: float) -> Stop | None:
         config, history = self.router.config, "; ".join(self.failures)

@@ -15,20 +15,10 @@ from math import inf
 from random import Random
 from typing import Final, Literal
 
+from regauge.blocks import CacheEvent
 from regauge.config_route import RouteConfig
 from regauge.route import admission
-from regauge.route.cluster import (
-    CacheEvent,
-    Candidate,
-    Cause,
-    Link,
-    Load,
-    Outcome,
-    Refusal,
-    Request,
-    Route,
-    Worker,
-)
+from regauge.route.cluster import Candidate, Cause, Link, Load, Outcome, Refusal, Request, Route, Worker
 from regauge.route.health import Breaker
 from regauge.route.model import Estimate, View, estimate
 from regauge.route.nic import Flow
@@ -40,6 +30,7 @@ from regauge.route.why import Journal
 BLAMELESS: Final[frozenset[Cause]] = frozenset({"draining", "queue_full"})
 """Failures that say nothing of a worker's health."""
 TRUST_STEP: Final = 0.1
+Role = Literal["prefill", "decode"]
 
 
 class Router:
@@ -56,6 +47,7 @@ class Router:
         self.correction = admission.Correction()
         self._rng = Random(seed)  # noqa: S311  # choices between equals, not secrets
         self._workers: dict[str, Standing] = {}
+        self._roles: dict[Role, list[Standing]] = {"prefill": [], "decode": []}
         self._bookings: dict[str, Booking] = {}
         self._turns: dict[str, int] = {}
         self._trust: dict[str, float] = {}
@@ -68,6 +60,7 @@ class Router:
         self._forget(worker.name)
         standing = Standing(worker, Breaker())
         self._workers[worker.name] = standing
+        self._sort()
         self.index.join(worker.name, self._capacity(standing), now)
         for link in self._links.get(worker.name, {}).values():
             self._linked(link)
@@ -83,14 +76,19 @@ class Router:
     def update(self, worker: Worker, now: float) -> None:  # noqa: ARG002  # every event has its time
         """Take another statement of a worker that goes on, such as another role; bookings and cache stay."""
         self._workers[worker.name].worker = worker
+        self._sort()
 
     def health(self, name: str, usable: bool, now: float) -> None:  # noqa: ARG002  # every event has its time
         """Say whether a worker can be reached and takes requests; whoever routes knows that by probes of its own."""
-        self._workers[name].up = usable
+        standing = self._workers.get(name)
+        if standing is not None:
+            standing.up = usable
 
     def report(self, name: str, load: Load, now: float) -> None:
         """Take what a worker said of itself; `now` is when it was asked."""
-        standing = self._workers[name]
+        standing = self._workers.get(name)
+        if standing is None:
+            return  # it has left meanwhile
         standing.report(load, now)
         self.index.heard(name, load.cache_seq, now)
         if self.index.assumed(name):
@@ -107,7 +105,8 @@ class Router:
 
     def cache_event(self, name: str, event: CacheEvent, now: float) -> None:
         """Take an event of a worker's prefix cache."""
-        self.index.event(name, event, now)
+        if name in self._workers:
+            self.index.event(name, event, now)
 
     # What happens to requests
 
@@ -190,9 +189,9 @@ class Router:
         """Attempts that are not over."""
         return len(self._bookings)
 
-    def usable(self, role: Literal["prefill", "decode"], now: float, exclude: frozenset[str] = frozenset()) -> bool:
+    def usable(self, role: Role, now: float, exclude: frozenset[str] = frozenset()) -> bool:
         """Return whether some worker of a role would be given requests now."""
-        return any(name not in exclude for name in (each.name for each in self._takers(role, now, "")))
+        return bool(self._takers(role, now, "", exclude))
 
     # Inside
 
@@ -200,17 +199,22 @@ class Router:
         if self._workers.pop(name, None) is not None:
             self.index.leave(name)
             self._trust.pop(name, None)
+            self._sort()
+
+    def _sort(self) -> None:
+        for role, standings in self._roles.items():
+            standings[:] = [each for each in self._workers.values() if getattr(each.worker, role)]
 
     def _decide(self, request: Request, now: float) -> Route | Refusal:
-        prefills = [each for each in self._takers("prefill", now, request.model) if each.name not in request.exclude]
-        decodes = [each for each in self._takers("decode", now, request.model) if each.name not in request.exclude]
+        prefills = self._takers("prefill", now, request.model, request.exclude)
+        decodes = self._takers("decode", now, request.model, request.exclude)
         if not decodes:
             return Refusal("no_worker", f"no decode worker is usable{_but(request)}", role="decode")
         if not prefills and not any(each.worker.computes for each in decodes):
             return Refusal("no_worker", f"no prefill worker is usable{_but(request)}", role="prefill")
-        drain_s = min((each.waiting_s(now) for each in prefills or decodes), default=0.0)
-        if refusal := admission.full(request, len(self._bookings), self.max_queue, drain_s):
-            return refusal
+        allowed = admission.allowed(request, self.max_queue)
+        if len(self._bookings) >= allowed:
+            return admission.full(request, allowed, min(each.waiting_s(now) for each in prefills or decodes))
         cached, note = self._cached(request, now)
         view = View(self.config, now, self._rng, prefills, decodes, cached, self._turns)
         made = self._estimates(request, view)
@@ -220,6 +224,10 @@ class Router:
         chosen = next((one for one in made if one.ttft_s * ratio <= limit), None)
         if chosen is None:
             return admission.late(min(one.ttft_s for one in made) * ratio, limit)
+        tpot_limit = self.config.tpot_s if request.tpot_s is None else request.tpot_s
+        if tpot_limit is not None and (chosen.tpot_s or 0.0) > tpot_limit:
+            slow = f"{chosen.tpot_s:.4f} s per token are predicted, beyond the limit of {tpot_limit:g} s"
+            note = f"{note}; {slow}" if note else slow
         self._book(request, chosen, now)
         ranked = [chosen, *(one for one in made if one is not chosen)]
         return Route(
@@ -227,16 +235,12 @@ class Router:
             chosen.cached, chosen.ttft_s * ratio, chosen.terms(), tuple(map(_candidate, ranked)), note,
         )  # fmt: skip
 
-    def _takers(self, role: Literal["prefill", "decode"], now: float, model: str) -> list[Standing]:
+    def _takers(self, role: Role, now: float, model: str, exclude: frozenset[str]) -> list[Standing]:
         """Return who may be given a request: those in good standing, else those that were left out, rather than nobody."""
-        able = [
-            each
-            for each in self._workers.values()
-            if each.up
-            and getattr(each.worker, role)
-            and (not model or not each.worker.model or each.worker.model == model)
-        ]
-        return [each for each in able if each.breaker.takes(now)] or able
+        able = [each for each in self._roles[role] if each.up and (not model or each.worker.model in ("", model))]
+        if exclude:
+            able = [each for each in able if each.name not in exclude]
+        return [each for each in able if each.breaker.until is None or each.breaker.takes(now)] or able
 
     def _cached(self, request: Request, now: float) -> tuple[dict[str, int], str]:
         """Return the tokens that each worker is expected to have cached, and what is wrong with that."""
@@ -300,14 +304,10 @@ class Router:
 
     def _spare(self, standing: Standing) -> bool:
         """Return whether each role of a worker has another one in good standing."""
-        roles: tuple[Literal["prefill", "decode"], ...] = ("prefill", "decode")
         return all(
-            any(
-                each is not standing and each.up and getattr(each.worker, role) and each.breaker.until is None
-                for each in self._workers.values()
-            )
-            for role in roles
-            if getattr(standing.worker, role)
+            any(each is not standing and each.up and each.breaker.until is None for each in standings)
+            for standings in self._roles.values()
+            if standing in standings
         )
 
     def _slow(self, standing: Standing, now: float) -> None:

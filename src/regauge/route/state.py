@@ -57,6 +57,7 @@ class Standing:
 
     worker: Worker
     breaker: Breaker
+    name: str = ""
     load: Load = field(default_factory=Load)
     reported: float = -inf
     """When the last report was asked for."""
@@ -73,7 +74,12 @@ class Standing:
     done_s: float = 0.0
     """Of `queue_s`, computed already, as of `done_at`."""
     done_at: float = 0.0
+    head_s: float = 0.0
+    """Computation of the oldest booking in the queue."""
+    fresh_until: float = -inf
+    """Until when the report says how far the queue has got."""
     foreign_s: float = 0.0
+    """Computation that others have queued here."""
     seats: dict[str, Booking] = field(default_factory=dict)
     foreign_seats: int = 0
     pages_used: int = 0
@@ -83,12 +89,8 @@ class Standing:
     hold_s: float = HOLD_S
 
     def __post_init__(self) -> None:
+        self.name = self.worker.name
         self.speed = self.worker.prior_tokens_per_s
-
-    @property
-    def name(self) -> str:
-        """The worker's name."""
-        return self.worker.name
 
     def compute_s(self, tokens: int, cached: int) -> float:
         """Return the seconds to compute `tokens` tokens of a prompt after `cached` ones."""
@@ -98,20 +100,21 @@ class Standing:
 
     def waiting_s(self, now: float) -> float:
         """Return the seconds of computation that a prompt which comes now finds in front of it."""
-        if not self.queue:
-            return self.foreign_s
-        return max(0.0, self.queue_s - self._done(now)) + self.foreign_s
+        left = self.queue_s
+        return left - self._done(now) + self.foreign_s if left else self.foreign_s
 
     def _done(self, now: float) -> float:
-        done = self.done_s + max(0.0, now - self.done_at)
-        if now - self.reported <= FRESH_S and self.load.queued_tokens is not None:
-            return min(done, self.queue_s)
-        # Nobody says that it gets on: of what was sent there, no more than the oldest prompt is taken to be done.
-        return min(done, next(iter(self.queue.values())).compute_s)
+        done = self.done_s + now - self.done_at
+        # Where nobody says that it gets on, no more than the oldest prompt is taken to be done.
+        most = self.queue_s if now <= self.fresh_until else self.head_s
+        return min(most, done)
 
     def enqueue(self, booking: Booking, now: float) -> None:
         """Book a prompt's computation."""
-        self.done_s = self._done(now) if self.queue else 0.0
+        if self.queue:
+            self.done_s = self._done(now)
+        else:
+            self.done_s, self.head_s = 0.0, booking.compute_s
         self.done_at = now
         self.queue[booking.id] = booking
         self.queue_s += booking.compute_s
@@ -120,11 +123,12 @@ class Standing:
         """Take a prompt's computation back: it is done, or will not be."""
         if self.queue.pop(booking.id, None) is None:
             return
-        self.queue_s = max(0.0, self.queue_s - booking.compute_s)
         if not self.queue:
-            self.queue_s = self.done_s = 0.0
+            self.queue_s = self.done_s = self.head_s = 0.0
             return
-        done = self.done_s + max(0.0, now - self.done_at)
+        done = self.done_s + now - self.done_at
+        self.queue_s = max(0.0, self.queue_s - booking.compute_s)
+        self.head_s = next(iter(self.queue.values())).compute_s
         self.done_s = min(max(0.0, done - booking.compute_s), self.queue_s)
         self.done_at = now
 
@@ -187,6 +191,7 @@ class Standing:
         self.load, self.reported = load, now
         if load.page_size != page_size:
             self.pages_used = sum(self.pages_for(booking.pages_tokens) for booking in self.seats.values())
+        self.fresh_until = now + FRESH_S if load.queued_tokens is not None else -inf
         if load.queued_tokens is not None:
             self._queue_said(load.queued_tokens, known, now)
         old = [booking for booking in self.seats.values() if booking.made <= known]

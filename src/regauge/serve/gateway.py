@@ -1,16 +1,18 @@
-"""The gateway's process: an OpenAI-compatible front over one prefill and one decode worker.
+"""The gateway's process: the APIs that clients speak, over a fleet of prefill and decode workers.
 
 The life of a request:
 
-1. The body is read, up to `limits.max_body_bytes`, and checked (`openai.py`); the model's name must be ours.
+1. The API key says who asks (`access.py`). The body is read, up to `limits.max_body_bytes`, and checked (`openai.py`, `anthropic.py`); the
+   model's name must be ours.
 2. The chat template is applied and the text tokenised (`text.py`).
 3. Prompt and answer must fit the context. An answer length that the client did not give is cut to fit.
-4. Admission: every choice counts against `limits.max_queue`, and both workers must be up.
-5. Both workers get each choice at the same time, and the decode worker's tokens come back (`relay.py`).
-6. They become text, whole or as server-sent events (`replies.py`). The HTTP status is sent with the first of it, so
+4. Admission: the tenant's limits (`tenants.py`), then every choice counts against `limits.max_queue`.
+5. The router (`route/`) places each choice on a prefill and a decode worker, or refuses it; both get it at the same time, and the decode
+   worker's tokens come back (`relay.py`, `attempt.py`). Where a worker fails it, it is tried elsewhere, or another goes on with it.
+6. They become text, whole or as server-sent events (`dialects.py`). The HTTP status is sent with the first of it, so
    that a request which fails before its first token is answered with its own status, streamed or not.
 7. A client that goes away ends its request on both workers.
-8. One log line says what became of it.
+8. One log line says what became of it, and receipts what it used (`metering.py`).
 
 Run as `python -m regauge.serve.gateway SPEC.json` (`wire.GatewaySpec`).
 """
@@ -18,14 +20,15 @@ Run as `python -m regauge.serve.gateway SPEC.json` (`wire.GatewaySpec`).
 from __future__ import annotations
 
 import asyncio
-import errno
-import socket
+import signal
+import ssl
 import sys
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
-from typing import Final
 
-import uvicorn
+import msgspec
 import uvloop
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -33,130 +36,151 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 
-from regauge import __version__, observe
+from regauge import observe
 from regauge.config import ServeConfig
 from regauge.errors import ConfigError
 from regauge.layout import files
-from regauge.layout.spec import Layout
 from regauge.move.tls import from_config
-from regauge.observe import Metrics, setup_logging
-from regauge.serve import wire
+from regauge.observe import Metrics, get_logger, setup_logging
+from regauge.route.router import Router
+from regauge.serve import reload, wire
 from regauge.serve.access import Access
 from regauge.serve.answer import Envelope, House, error_response
 from regauge.serve.endpoints import Gateway
+from regauge.serve.fleet import Fleet, dialer
+from regauge.serve.metering import Meter
+from regauge.serve.names import Names
 from regauge.serve.openai import SERVER_ERROR, ApiError
-from regauge.serve.pairing import Pairing
+from regauge.serve.operations import Operations
+from regauge.serve.pairing import Pairs
+from regauge.serve.place import ALONE, Place, is_open, share
+from regauge.serve.relay import Service
+from regauge.serve.reload import Part, Reloader
+from regauge.serve.server import GRACE_S, Server, load_chain, tls_context
 from regauge.serve.tenants import Tenants
 from regauge.serve.text import Tokenizer
-from regauge.serve.workers import Workers
-
-GRACE_S: Final = 10.0
-"""Seconds that running requests get to end by themselves when the gateway shuts down."""
-CLOSE_S: Final = 5.0
-BACKLOG: Final = 1_024
-PROXIES: Final = ["127.0.0.1", "::1", "::ffff:127.0.0.1"]
-"""Whose X-Forwarded-For counts: this machine's, however it is spelled. Else what a proxy passes on would look like this machine."""
 
 
 def build_app(
     config: ServeConfig,
     tokenizer: Tokenizer,
-    workers: Workers,
+    fleet: Fleet,
     metrics: Metrics,
     *,
     model: str,
-    verdict: wire.VerdictInfo,
-    layouts: Mapping[str, Layout] | None = None,
     tenants: Tenants | None = None,
+    meter: Meter | None = None,
 ) -> Starlette:
-    """Return the gateway as an ASGI app; `app.state.house` is its `House`. Without `tenants` anybody may ask."""
+    """Return the gateway as an ASGI app; `app.state.house` is its `House`. Without `tenants` anybody may ask, without `meter` nothing is billed."""
     tenants = Tenants() if tenants is None else tenants
-    pairing = Pairing(workers, verdict, layouts)
-    gateway = Gateway(config, tokenizer, workers, metrics, model=model, pairing=pairing)
+    house = House(config.limits.max_queue, metrics)
+    service = Service(
+        fleet, tokenizer, metrics, meter, Names(config.route.keep_routes), model, house.spawn,
+        limit_s=config.limits.request_timeout_s, wait_s=config.limits.prefill_wait_s,
+    )  # fmt: skip
+    gateway = Gateway(config, service, house, tenants)
+    routes = gateway.routes() + Operations(service, house, metrics).routes()
+
+    @asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        """Watch the workers while the app runs; end what is left when it stops."""
+        await fleet.start()
+        try:
+            yield
+        finally:
+            await house.drain(0)
+            await fleet.close()
+            if meter is not None:
+                await asyncio.to_thread(meter.close)
+
     app = Starlette(
-        routes=gateway.routes(),
+        routes=routes,
         middleware=[Middleware(Envelope, metrics=metrics), Middleware(Access, tenants=tenants)],
         exception_handlers={ApiError: _on_api_error, HTTPException: _on_http_error, Exception: _on_bug},
-        lifespan=gateway.lifespan,
+        lifespan=lifespan,
     )
-    app.state.house = gateway.house
+    app.state.house = house
+    app.state.gateway = gateway
+    app.state.router = fleet.router
     app.state.tenants = tenants
+    app.state.metrics = metrics
     return app
 
 
-class Server(uvicorn.Server):
-    """uvicorn for the gateway's app.
-
-    On a signal (or `should_exit`) it stops accepting; requests that outlive the grace get an error event, not a
-    broken connection.
-    """
-
-    def __init__(self, app: Starlette, grace_s: float = GRACE_S) -> None:
-        settings = uvicorn.Config(
-            app,
-            http="httptools",
-            ws="none",
-            lifespan="on",
-            log_config=None,
-            log_level="warning",
-            access_log=False,
-            server_header=False,
-            forwarded_allow_ips=PROXIES,
-            timeout_graceful_shutdown=int(grace_s + CLOSE_S),
+async def serve(app: Starlette, config: ServeConfig, place: Place = ALONE, *, grace_s: float = GRACE_S) -> None:
+    """Serve until SIGINT or SIGTERM; read files anew on SIGHUP. Raises ConfigError that names the port if it cannot be had."""
+    rules = config.gateway
+    tls = None if rules.tls is None else tls_context(rules.tls)
+    listener = place.listener(config)
+    if is_open(listener.getsockname()[0], rules):
+        get_logger().warning(
+            "anybody who reaches this address may use all of it: give gateway.tenants",
+            address=listener.getsockname()[0],
         )
-        super().__init__(settings)
-        self._house: House = app.state.house
-        self._grace_s = grace_s
+    server = Server(app, grace_s, rules=rules, tls=tls, private=place.private)
+    tenants: Tenants = app.state.tenants
+    gateway: Gateway = app.state.gateway
 
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Close the listening sockets, drain the house, close the connections."""
-        drain = asyncio.create_task(self._house.drain(self._grace_s))
-        await super().shutdown(sockets)
-        await drain
+    def certificate(new: ServeConfig) -> Callable[[], None]:
+        if tls is None or new.gateway.tls is None:
+            return lambda: None
+        load_chain(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), new.gateway.tls)
+        return partial(load_chain, tls, new.gateway.tls)
+
+    parts: dict[str, Part] = {
+        "tenants": lambda new: tenants.prepare(Path(new.gateway.tenants) if new.gateway.tenants else None),
+        "tls": certificate,
+        "rules": lambda new: partial(setattr, server.door, "rules", new.gateway),
+        "limits": lambda new: partial(gateway.set_limits, share(new)),
+        "route": lambda new: partial(setattr, app.state.router, "config", new.route),
+    }
+    folder = place.folder
+    reloader = Reloader(parts)
+    asyncio.get_running_loop().add_signal_handler(
+        signal.SIGHUP, reloader.reload, (lambda: config) if folder is None else partial(reload.read, folder, config)
+    )
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
+    await server.serve(sockets=[listener])
 
 
-async def serve(app: Starlette, host: str, port: int, *, grace_s: float = GRACE_S) -> None:
-    """Serve until SIGINT or SIGTERM. Raises ConfigError that names the port if it cannot be had."""
-    await Server(app, grace_s).serve(sockets=[listen(host, port)])
-
-
-def run_gateway(spec: wire.GatewaySpec) -> None:
+def run_gateway(spec: wire.GatewaySpec, place: Place = ALONE) -> None:
     """Serve what a spec says until a signal. Raises ConfigError."""
-    setup_logging("info", spec.log_json, "gateway")
-    metrics = Metrics.create(__version__)
     config = spec.config
+    setup_logging("info", spec.log_json, "gateway" if config.gateway.processes == 1 else f"gateway-{place.number}")
+    config = msgspec.structs.replace(config, limits=share(config))
+    metrics = place.metrics(config)
+    tenants = Tenants.load(Path(config.gateway.tenants) if config.gateway.tenants else None, place.buckets())
     tls = from_config(config.transfer.tls) if spec.key else None
     layouts = {name: files.decode(data, format="json") for name, data in spec.layouts.items()}
 
     async def run() -> None:
-        app = build_app(
-            config,
-            Tokenizer.load(Path(spec.model_folder)),
-            Workers.connect(
-                spec.workers,
-                spec.token,
-                metrics,
-                model=spec.model_name,
-                key=bytes.fromhex(spec.key),
-                tls=tls.client if tls else None,
-            ),
+        fleet = Fleet(
+            spec.workers,
+            dialer(spec.token, spec.model_name, bytes.fromhex(spec.key), tls.client if tls else None),
             metrics,
-            model=spec.model_name,
-            verdict=spec.verdict,
-            layouts=layouts,
+            Router(config.route, max_queue=config.limits.max_queue),
+            pairs=Pairs(layouts, spec.verdict),
         )
-        await serve(app, config.host, config.port)
+        app = build_app(
+            config, Tokenizer.load(Path(spec.model_folder)), fleet, metrics, model=spec.model_name, tenants=tenants
+        )
+        await serve(app, config, place)
 
     uvloop.run(run())
 
 
 def main(arguments: list[str]) -> int:
-    """Run with the spec's file as the only argument; return the exit code."""
-    if len(arguments) != 1:
-        sys.stderr.write("usage: python -m regauge.serve.gateway SPEC.json\n")
+    """Run with the spec's file as the only argument, or also a process's number and listening socket; return the exit code."""
+    if len(arguments) not in (1, 3) or not all(word.isascii() and word.isdigit() for word in arguments[1:]):
+        sys.stderr.write("usage: python -m regauge.serve.gateway SPEC.json [NUMBER SOCKET]\n")
         return 2
+    signal.pthread_sigmask(
+        signal.SIG_BLOCK, {signal.SIGHUP}
+    )  # one that comes while this starts waits until it is served
+    path = Path(arguments[0])
+    place = Place(path.parent, *map(int, arguments[1:]))
     try:
-        run_gateway(wire.read_spec(Path(arguments[0])))
+        run_gateway(wire.read_spec(path), place)
     except ConfigError as error:
         sys.stderr.write(f"regauge gateway: {error}\n")
         return 2
@@ -165,30 +189,10 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """Return a listening socket. Raises ConfigError: uvicorn would exit the process when the port is taken."""
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, socket.SOCK_STREAM)
-    except (OSError, UnicodeError) as error:  # the latter for a host name that cannot be one
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"host {host!r}: {reason}; choose another with --host") from error
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind(address)
-        listener.listen(BACKLOG)
-    except OSError as error:
-        listener.close()
-        taken = error.errno == errno.EADDRINUSE
-        reason = "is taken by another process" if taken else f"cannot be had: {error.strerror}"
-        raise ConfigError(f"port {port} on {host} {reason}; choose another with --port") from error
-    return listener
-
-
 async def _on_api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)  # noqa: S101  # by registration
     request.scope["state"]["summary"] = {observe.ERROR: str(error)}
-    return error_response(error)
+    return error_response(error, request.url.path, request.state.request_id)
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
@@ -196,7 +200,8 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)  # noqa: S101  # by registration
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
     message = f"{request.method} {request.url.path}: {error.detail}"
-    response = error_response(ApiError(error.status_code, message, code=code))
+    told = ApiError(error.status_code, message, code=code)
+    response = error_response(told, request.url.path, request.state.request_id)
     response.headers.update(error.headers or {})
     return response
 
@@ -210,7 +215,9 @@ async def _on_bug(request: Request, _: Exception) -> Response:
             f"internal error; look for request {request_id} in the log",
             type=SERVER_ERROR,
             code="internal_error",
-        )
+        ),
+        request.url.path,
+        request_id,
     )
     response.headers["x-request-id"] = request_id
     return response

@@ -13,7 +13,7 @@ import secrets
 import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,6 +24,7 @@ from regauge.engines.settings import SGLANG, Settings
 from regauge.errors import ConfigError
 from regauge.layout import files
 from regauge.layout.spec import Layout
+from regauge.observe import SHARED
 from regauge.plan import Verdict
 from regauge.serve import wire
 from regauge.serve.pairing import UNKNOWN
@@ -74,6 +75,8 @@ class Command:
     name: str
     arguments: tuple[str, ...]
     environment: Mapping[str, str] | None = field(default=None, repr=False)
+    gateway: int | None = None
+    """The number of a gateway process."""
 
 
 def commands(deployment: Deployment, folder: Path, *, log_json: bool = False) -> list[Command]:
@@ -115,7 +118,11 @@ def commands(deployment: Deployment, folder: Path, *, log_json: bool = False) ->
         layouts={name: files.encode(layout, format="json") for name, _, layout in roles if layout is not None},
         key=d.key if any(each.engine != "local" for each in addresses) else "", log_json=log_json,
     )  # fmt: skip
-    started.append(_module("regauge.serve.gateway", GATEWAY, _write(folder, GATEWAY, gateway)))
+    path, count = _write(folder, GATEWAY, gateway), d.config.gateway.processes
+    for number in range(count):
+        name = GATEWAY if count == 1 else f"{GATEWAY}-{number}"
+        shared = None if count == 1 else {**os.environ, SHARED: str(folder / "metrics")}
+        started.append(replace(_module("regauge.serve.gateway", name, path), gateway=number, environment=shared))
     return started
 
 

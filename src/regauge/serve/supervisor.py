@@ -1,8 +1,8 @@
 """`regauge serve`: starts the gateway, the prefill worker and the decode worker, watches them, and ends them together.
 
 The processes get their specs by file, in a folder that only the owner can read. A worker that dies is started again, under the same
-name and ports; after too many deaths everything ends. SIGINT and SIGTERM end everything in order: gateway first, so that
-requests can finish, then the workers.
+name and ports, and so is a gateway, on the same listening socket, which is kept here; after too many deaths everything ends. SIGINT and SIGTERM end
+everything in order: gateways first, so that requests can finish, then the workers. SIGHUP has the gateways read their files anew (`reload.py`).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import os
 import secrets
 import shutil
 import signal
+import socket
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import aiohttp
+from prometheus_client.multiprocess import mark_process_dead
 
 from regauge.config import EngineName, ServeConfig, TransferConfig, cache_dir
 from regauge.engines.local.prepare import prepare
@@ -30,9 +32,12 @@ from regauge.layout.presets import load_model, load_named, with_pages
 from regauge.move.auth import load_key
 from regauge.move.plane import resolve
 from regauge.plan import check
-from regauge.serve.gateway import listen
-from regauge.serve.launch import GATEWAY, Command, Deployment, commands, free_ports
+from regauge.serve import reload
+from regauge.serve.buckets import Buckets
+from regauge.serve.launch import Command, Deployment, commands, free_ports
+from regauge.serve.place import BUCKETS, METRICS, private_socket
 from regauge.serve.quality_gate import from_config
+from regauge.serve.server import listen, listeners
 
 READY_S: Final = 300.0
 """Most seconds from start to a ready endpoint: a large model takes time to load."""
@@ -49,6 +54,8 @@ class Child:
     """One process of ours."""
 
     command: Command
+    listener: socket.socket | None = None
+    """Of a gateway: kept here, so that one that is started again goes on with its queue of connections."""
     process: asyncio.subprocess.Process | None = None
     deaths: list[float] = field(default_factory=list)
 
@@ -59,8 +66,10 @@ class Child:
 
     async def start(self) -> None:
         """Start it, in a session of its own: Ctrl-C is for the supervisor."""
+        handles = [] if self.listener is None else [self.listener.fileno()]
+        more = [] if self.listener is None else [str(self.command.gateway), str(self.listener.fileno())]
         self.process = await asyncio.create_subprocess_exec(
-            *self.command.arguments, env=self.command.environment, start_new_session=True
+            *self.command.arguments, *more, env=self.command.environment, start_new_session=True, pass_fds=handles
         )
 
     async def wait(self) -> int:
@@ -141,14 +150,24 @@ def describe(deployment: Deployment) -> str:
 class Supervisor:
     """Runs a deployment until a signal, or until it cannot go on."""
 
-    def __init__(self, deployment: Deployment, say: Say, *, log_json: bool = False) -> None:
+    def __init__(
+        self,
+        deployment: Deployment,
+        say: Say,
+        *,
+        log_json: bool = False,
+        reread: Callable[[], ServeConfig] | None = None,
+    ) -> None:
+        """`reread` gives the configuration anew; None: as it is, with the files that it names."""
         self._deployment = deployment
+        self._reread = reread
         self._say = say
         self._folder = Path(tempfile.mkdtemp(prefix="regauge-"))
         self._stop = asyncio.Event()
         try:
             started = commands(deployment, self._folder, log_json=log_json)
             self.children = {command.name: Child(command) for command in started}
+            self.gateways = [child for child in self.children.values() if child.command.gateway is not None]
         except BaseException:  # undone, whatever broke: the folder holds secrets
             shutil.rmtree(self._folder, ignore_errors=True)
             raise
@@ -158,7 +177,9 @@ class Supervisor:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._stop.set)
+        loop.add_signal_handler(signal.SIGHUP, self._reload)
         try:
+            self._listen()
             for child in self.children.values():
                 await child.start()
             watching = asyncio.create_task(self._watch())
@@ -185,21 +206,47 @@ class Supervisor:
         try:
             self._say("stopping")
         finally:  # also where nobody reads any more what is said
-            await self.children[GATEWAY].stop()
+            for child in self.gateways:
+                if child.listener is not None:
+                    child.listener.close()  # else who connects now would wait in a queue that nobody serves
+            await asyncio.gather(*(child.stop() for child in self.gateways))
             await asyncio.gather(*(child.stop() for child in self.children.values()))
             shutil.rmtree(self._folder, ignore_errors=True)
 
     async def _announce(self) -> None:
         url = base_url(self._deployment.config)
-        await wait_ready(url, READY_S)
+        await asyncio.gather(*(wait_ready(private_socket(self._folder, i), READY_S) for i in range(len(self.gateways))))
         model = self._deployment.model
         body = f'{{"model": "{model}", "stream": true, "messages": [{{"role": "user", "content": "Tell me a short story about a train."}}]}}'
         self._say(
             f"ready    {url}\n\n  curl -N {url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'\n"
         )
 
+    def _listen(self) -> None:
+        config = self._deployment.config
+        if config.gateway.processes > 1:
+            (self._folder / METRICS).mkdir(mode=0o700)
+        Buckets.create(self._folder / BUCKETS)
+        for child, listener in zip(self.gateways, listeners(config.host, config.port, len(self.gateways)), strict=True):
+            child.listener = listener
+
+    def _reload(self) -> None:
+        """Have the gateways read anew, unless what is to be read is wrong."""
+        old = self._deployment.config
+        try:
+            new = old if self._reread is None else self._reread()
+        except ConfigError as error:
+            self._say(f"the configuration was not read anew; what was goes on: {error}")
+            return
+        if waiting := reload.needs_restart(old, new):
+            self._say(f"a restart is needed for: {', '.join(waiting)}")
+        reload.write(self._folder, new)
+        for child in self.gateways:
+            if child.process is not None and child.process.returncode is None:
+                child.process.send_signal(signal.SIGHUP)
+
     async def _watch(self) -> None:
-        """Restart workers that die; return when the gateway dies, or a worker too often."""
+        """Restart what dies; return when one dies too often, or says that its settings are wrong."""
         waits = {asyncio.create_task(child.wait()): child for child in self.children.values()}
         while True:
             done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -209,8 +256,10 @@ class Supervisor:
                 now = time.monotonic()
                 child.deaths = [t for t in child.deaths if t > now - RESTART_WINDOW_S] + [now]
                 self._say(f"{child.name} {cause(code)}")
-                if child.name == GATEWAY or code == 2 or len(child.deaths) > RESTARTS:
+                if code == 2 or len(child.deaths) > RESTARTS:
                     return
+                if child.command.gateway is not None and child.process is not None and len(self.gateways) > 1:
+                    mark_process_dead(child.process.pid, str(self._folder / METRICS))  # type: ignore[no-untyped-call]
                 self._say(f"{child.name} is started again")
                 await child.start()
                 waits[asyncio.create_task(child.wait())] = child
@@ -228,13 +277,19 @@ def cause(code: int) -> str:
 def base_url(config: ServeConfig) -> str:
     """Return where the gateway answers."""
     host = f"[{config.host}]" if ":" in config.host else config.host
-    return f"http://{host}:{config.port}"
+    scheme = "http" if config.gateway.tls is None else "https"
+    return f"{scheme}://{host}:{config.port}"
 
 
-async def wait_ready(url: str, limit_s: float) -> None:
-    """Wait until `/ready` says that all is there, and not only enough to answer. Raises EngineError after `limit_s` seconds."""
+async def wait_ready(gateway: str | Path, limit_s: float) -> None:
+    """Wait until `/ready` of a gateway, by its URL or private socket, says that all is there, and not only enough to answer.
+
+    Raises EngineError after `limit_s` seconds.
+    """
+    unix = aiohttp.UnixConnector(str(gateway)) if isinstance(gateway, Path) else None
+    url = gateway if isinstance(gateway, str) else "http://gateway"
     try:
-        async with asyncio.timeout(limit_s), aiohttp.ClientSession() as session:
+        async with asyncio.timeout(limit_s), aiohttp.ClientSession(connector=unix) as session:
             while True:
                 with contextlib.suppress(aiohttp.ClientError, TimeoutError):
                     async with session.get(f"{url}/ready", timeout=aiohttp.ClientTimeout(total=5)) as answer:
@@ -242,7 +297,7 @@ async def wait_ready(url: str, limit_s: float) -> None:
                             return
                 await asyncio.sleep(0.1)
     except TimeoutError:
-        raise EngineError(f"{url} was not ready within {limit_s:g} s; see the log above") from None
+        raise EngineError(f"{gateway} was not ready within {limit_s:g} s; see the log above") from None
 
 
 def control_address(transfer: TransferConfig) -> str:

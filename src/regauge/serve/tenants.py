@@ -32,6 +32,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, date, datetime
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Final, NoReturn
 
@@ -185,11 +186,15 @@ class Tenants:
 
     def reload(self) -> None:
         """Read the file anew, for requests that come from now on. Raises ConfigError: all stays as it was."""
-        if self._file is None:
-            return
+        self.prepare(self._file)()
+
+    def prepare(self, file: Path | None) -> Callable[[], None]:
+        """Read a file (None: anybody may ask); return what puts it in force. Raises ConfigError."""
+        if file is None:
+            return partial(self._put, None, {DEFAULT: self._default}, None)
         by_name: dict[str, Tenant] = {}
         by_key: dict[bytes, Tenant] = {}
-        for name, each in read(self._file).tenant.items():
+        for name, each in read(file).tenant.items():
             expires = math.inf
             if each.expires is not None:
                 expires = datetime(each.expires.year, each.expires.month, each.expires.day, tzinfo=UTC).timestamp()
@@ -201,10 +206,13 @@ class Tenants:
                 digest = bytes.fromhex(text.removeprefix(_HASH))
                 if digest in by_key:
                     raise ConfigError(
-                        f"{self._file}: tenant.{name}.keys: {text[:15]}... is {by_key[digest].name}'s, too; a key has one owner"
+                        f"{file}: tenant.{name}.keys: {text[:15]}... is {by_key[digest].name}'s, too; a key has one owner"
                     )
                 by_key[digest] = by_name[name]
-        self._by_name, self._by_key = by_name, by_key
+        return partial(self._put, file, by_name, by_key)
+
+    def _put(self, file: Path | None, by_name: dict[str, Tenant], by_key: dict[bytes, Tenant] | None) -> None:
+        self._file, self._by_name, self._by_key = file, by_name, by_key
 
     def authenticate(self, headers: Iterable[tuple[bytes, bytes]]) -> Tenant:
         """Return whose key these (raw, lower-case) headers hold. Raises ApiError: 401 for none or an unknown one, 403 for one that is shut off."""

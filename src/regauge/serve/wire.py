@@ -156,6 +156,8 @@ class TransferEvent(msgspec.Struct, frozen=True, tag_field="type", tag="transfer
     wire_bytes: int
     pages: int
     seconds: float
+    cached_tokens: int | None = None
+    """Of the prompt, that prefill had cached, as its hand-over says; None: it does not."""
 
 
 class TokenEvent(msgspec.Struct, frozen=True, tag_field="type", tag="token", omit_defaults=True):
@@ -174,6 +176,8 @@ class FinishEvent(msgspec.Struct, frozen=True, tag_field="type", tag="finish"):
     reason: Literal["stop", "length"]
     prompt_tokens: int
     completion_tokens: int
+    cached_tokens: int | None = None
+    """Of a prompt that this worker computed itself."""
     receipt: str = ""
     """One line of JSON, as `meter.receipt.encode` writes it; empty: the request is not metered. Likewise below."""
 

@@ -169,7 +169,12 @@ class DecodeWorker(Worker):
                 first = handover.decode(arrived.handover, ", ".join(body.prefill))
                 events.put_nowait(
                     wire.TransferEvent(
-                        arrived.path, arrived.mode, arrived.wire_bytes, len(leased.pages), arrived.seconds
+                        arrived.path,
+                        arrived.mode,
+                        arrived.wire_bytes,
+                        len(leased.pages),
+                        arrived.seconds,
+                        first.cached[0] if first.cached is not None else None,
                     )
                 )
                 events.put_nowait(wire.TokenEvent(first.token, first.logprob, first.top, first.seed))
@@ -187,7 +192,15 @@ class DecodeWorker(Worker):
                     computed=account.prompt if text is None else leased.cached)  # fmt: skip
                 reason = await self._decode(request, body, text, events, account)
             final: Any = reason
-            events.put_nowait(wire.FinishEvent(final, account.prompt, account.generated, account.close("complete")))
+            events.put_nowait(
+                wire.FinishEvent(
+                    final,
+                    account.prompt,
+                    account.generated,
+                    None if body.prefill else account.cached,
+                    account.close("complete"),
+                )
+            )
         finally:
             await asyncio.shield(self._let_go(body))
 
@@ -313,7 +326,8 @@ class PrefillWorker(Worker):
         self.cache.keep(body.transfer_id, text, account.prompt)
         reason = None if first.finish_reason == "prefill" else first.finish_reason
         top = list(first.top) if first.top is not None else None
-        out.finish(handover.encode(Handover(first.token, first.seed, reason, first.logprob, top)))
+        cached = (account.cached, 0, 0)
+        out.finish(handover.encode(Handover(first.token, first.seed, reason, first.logprob, top, cached)))
         done = await out.done()
         account.crossed(account.prompt - out.first, out.path, done.counted.nbytes, done.counted.digest)
         log.info("prefilled", request_id=body.request_id, tokens=account.prompt, cached=account.cached, path=out.path, mode=out.mode,

@@ -32,8 +32,8 @@ from regauge.move.transports import open_rails
 from regauge.observe import setup_logging
 from regauge.serve import wire
 from regauge.serve.cache_api import cache_news
-from regauge.serve.gateway import listen
 from regauge.serve.local_worker import LocalWorker
+from regauge.serve.server import listen
 from regauge.serve.tied import die_with_parent
 from regauge.serve.worker import DecodeWorker, PrefillWorker
 
