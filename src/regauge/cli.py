@@ -22,6 +22,7 @@ from regauge import (
     cli_conformance,
     cli_cost,
     cli_faults,
+    cli_keys,
     cli_meter,
     cli_probe,
     cli_quality,
@@ -86,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="regauge", formatter_class=argparse.RawDescriptionHelpFormatter,
         description="KV caches cross between unlike accelerators: checked, planned, carried.",
-        epilog="serving:   serve, top\nlayouts:   check, explain, layout, probe\nmeasuring: bench\nbilling:   usage, invoice, prices, meter\nhelp:      version, collect-env\n\n"
+        epilog="serving:   serve, keys, top\nlayouts:   check, explain, layout, probe\nmeasuring: bench\nbilling:   usage, invoice, prices, meter\nhelp:      version, collect-env\n\n"
         "exit codes: 0 fine, 1 found a problem, 2 misuse")  # fmt: skip
     verbs = parser.add_subparsers(dest="verb", metavar="COMMAND", required=True, parser_class=_Parser)
 
@@ -97,6 +98,7 @@ def _parser() -> argparse.ArgumentParser:
 
     _serve_arguments(verb("serve", "serve a model across a prefill and a decode process"))
     cli_top.arguments(verb("top", "show how the transfers of a running gateway stand"))
+    cli_keys.arguments(_jobs(verb("keys", "make API keys for tenants of the gateway")))
     for name, text in (
         ("check", "say which path a pair of layouts takes, or why none"),
         ("explain", "say what the transfer of a pair does"),
@@ -188,7 +190,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     verbs = {"serve": _serve, "check": _check, "explain": _explain, "layout": _layout, "probe": _probe, "bench": _bench,
              "top": cli_top.run, "usage": cli_meter.run, "invoice": cli_meter.run, "prices": cli_meter.run,
-             "meter": cli_meter.run, "version": _version, "collect-env": _collect_env}  # fmt: skip
+             "meter": cli_meter.run, "keys": cli_keys.run, "version": _version, "collect-env": _collect_env}  # fmt: skip
     try:
         code = verbs[options.verb](options)
         sys.stdout.flush()  # here, where a reader that has gone is no error

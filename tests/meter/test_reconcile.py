@@ -150,7 +150,7 @@ def test_void_requests_cost_nothing_and_ask_nobody() -> None:
 def test_a_request_that_decode_finished_cannot_have_failed() -> None:
     """Or revenue could be hidden, a word at a time."""
     made = request()
-    for outcome in ("failed", "cancelled", "resumed"):
+    for outcome in ("failed", "resumed"):
         found = entry(made | {"gateway": replace(made["gateway"], outcome=outcome)})
         assert ("outcome", {"gateway": outcome, "decode": "complete"}) in [
             (d.field, d.values) for d in found.differences
@@ -167,6 +167,27 @@ def test_tokens_that_the_client_did_not_wait_for_are_not_charged() -> None:
     assert [d.field for d in more.differences] == ["generated"]
     undelivered = entry(made | {"prefill": replace(made["prefill"], outcome="failed")})
     assert [d.field for d in undelivered.differences] == ["outcome"]
+
+
+def test_a_stop_string_at_the_last_token_is_an_end_for_both() -> None:
+    made = request()
+    made["gateway"] = replace(made["gateway"], outcome="cancelled")
+    assert (entry(made).status, entry(made).charged) == ("agreed", (300, 700, 50))
+    none = entry(made | {"gateway": replace(made["gateway"], generated=0)})
+    assert (none.status, none.charged) == ("void", (0, 0, 0))
+
+
+def test_prefill_that_died_once_it_had_delivered_need_not_speak() -> None:
+    made = request()
+    prefill = made.pop("prefill")
+    made["gateway"] = replace(made["gateway"], lost="prefill")
+    assert (entry(made).status, entry(made).charged) == ("agreed", (300, 700, 50))
+    assert entry(made | {"prefill": prefill}).status == "agreed"
+    assert entry(made | {"prefill": replace(prefill, digest="00")}).status == "differs"
+    with pytest.raises(ReceiptError, match="lost: only a gateway"):
+        replace(prefill, lost="prefill")
+    with pytest.raises(ReceiptError, match="lost: only a gateway"):
+        replace(made["gateway"], prefill="")
 
 
 def test_a_request_that_goes_on_from_another_pays_for_its_output_alone() -> None:

@@ -21,7 +21,7 @@ from regauge.errors import ConfigError, ReceiptError
 
 Side = Literal["gateway", "prefill", "decode"]
 Outcome = Literal["complete", "cancelled", "resumed", "failed"]
-"""Complete: the last token was delivered. Cancelled: by the client. Resumed: decode was lost, another request goes on from here, under `resumes`.
+"""Complete: the last token was delivered. Cancelled: by the client, or by the gateway at a stop string. Resumed: decode was lost, another request goes on from here, under `resumes`.
 Failed: the client got an error. What a worker says is complete if its own part was."""
 PathName = Literal["DIRECT", "REMAP", "CONVERT"]
 SIDES: Final[tuple[Side, ...]] = get_args(Side)
@@ -72,6 +72,8 @@ class Receipt(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     outcome: Outcome
     resumes: Text = ""
     """Request that this one goes on from: its prompt, and what it generated, are this one's prompt. Every side must be told: empty means none."""
+    lost: Literal["", "prefill"] = ""
+    """From the gateway: the side that died once it had delivered, before it could say so. Decode's word, that all is there, stands alone."""
     recovered: bool = False
     """A gateway's receipt that was lost, made again from the workers'."""
     prompt: Count
@@ -97,6 +99,8 @@ class Receipt(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             raise ReceiptError("tenant: gateway must say it")
         if self.side != "gateway" and self.by != getattr(self, self.side):
             raise ReceiptError(f"{self.side}: is {getattr(self, self.side)!r}, but {self.by!r} says so of itself")
+        if self.lost and (self.side != "gateway" or not self.prefill):
+            raise ReceiptError("lost: only a gateway says it, of a prefill worker that it names")
         if not 0 <= self.began_us <= self.ended_us <= MAX_TIME_US:
             raise ReceiptError(f"began_us, ended_us: {self.began_us} and {self.ended_us} are no two times in order")
         self._check_tokens()

@@ -7,8 +7,8 @@
 | differs | two sides, or two receipts of one side, say different things | no |
 | void | the request failed, or was cancelled before it had a token | no |
 
-The gateway speaks of every request. It names the workers, and those must speak: prefill unless decode computed the prompt itself, decode
-unless it was lost (`resumed`). Of a void request nobody else must.
+The gateway speaks of every request. It names the workers, and those must speak: prefill unless decode computed the prompt itself or it died
+once it had delivered (`lost`), decode unless it was lost (`resumed`). Of a void request nobody else must.
 
 What the client did not wait for may differ: where the gateway did not see a request to its end, decode may have generated more than was
 delivered. What counts is what was.
@@ -172,7 +172,7 @@ def _missing(receipts: Mapping[Side, Receipt], *, void: bool) -> tuple[Side, ...
     gateway = receipts.get("gateway")
     must: set[Side] = {"gateway", "prefill", "decode"}
     if gateway is not None:
-        must -= {"prefill"} if not gateway.prefill else set()
+        must -= {"prefill"} if not gateway.prefill or gateway.lost else set()
         must -= {"decode"} if gateway.outcome == "resumed" else set()
     elif "decode" in receipts and not receipts["decode"].prefill:
         must -= {"prefill"}
@@ -222,13 +222,18 @@ def _cut(receipts: Mapping[Side, Receipt]) -> bool:
     return (decode.generated or 0) > (gateway.generated or 0)
 
 
+def _cut_at_the_end(gateway: Receipt) -> bool:
+    """Say whether a gateway ended a request, perhaps just as decode did: then what was delivered is charged all the same."""
+    return gateway.outcome == "cancelled" and bool(gateway.generated)
+
+
 def _against(gateway: Receipt, receipts: Mapping[Side, Receipt], *, void: bool) -> Iterator[Difference]:
     """Ends that do not go together: only what came about can have been delivered, and what is whole was."""
     prefill, decode = receipts.get("prefill"), receipts.get("decode")
     apart: dict[str, Said]
     if gateway.outcome == "complete":
         apart = {side: r.outcome for side, r in receipts.items() if r.outcome != "complete"}
-    elif decode is not None and decode.outcome == "complete" and not _cut(receipts):
+    elif decode is not None and decode.outcome == "complete" and not _cut(receipts) and not _cut_at_the_end(gateway):
         apart = {"decode": decode.outcome}
     elif prefill is not None and prefill.outcome != "complete" and not void:
         apart = {"prefill": prefill.outcome}

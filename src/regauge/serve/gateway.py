@@ -41,10 +41,12 @@ from regauge.layout.spec import Layout
 from regauge.move.tls import from_config
 from regauge.observe import Metrics, setup_logging
 from regauge.serve import wire
+from regauge.serve.access import Access
 from regauge.serve.answer import Envelope, House, error_response
 from regauge.serve.endpoints import Gateway
 from regauge.serve.openai import SERVER_ERROR, ApiError
 from regauge.serve.pairing import Pairing
+from regauge.serve.tenants import Tenants
 from regauge.serve.text import Tokenizer
 from regauge.serve.workers import Workers
 
@@ -65,17 +67,20 @@ def build_app(
     model: str,
     verdict: wire.VerdictInfo,
     layouts: Mapping[str, Layout] | None = None,
+    tenants: Tenants | None = None,
 ) -> Starlette:
-    """Return the gateway as an ASGI app; `app.state.house` is its `House`."""
+    """Return the gateway as an ASGI app; `app.state.house` is its `House`. Without `tenants` anybody may ask."""
+    tenants = Tenants() if tenants is None else tenants
     pairing = Pairing(workers, verdict, layouts)
     gateway = Gateway(config, tokenizer, workers, metrics, model=model, pairing=pairing)
     app = Starlette(
         routes=gateway.routes(),
-        middleware=[Middleware(Envelope, metrics=metrics)],
+        middleware=[Middleware(Envelope, metrics=metrics), Middleware(Access, tenants=tenants)],
         exception_handlers={ApiError: _on_api_error, HTTPException: _on_http_error, Exception: _on_bug},
         lifespan=gateway.lifespan,
     )
     app.state.house = gateway.house
+    app.state.tenants = tenants
     return app
 
 

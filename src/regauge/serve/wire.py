@@ -7,10 +7,13 @@
 | `POST /internal/prefill` | prefill | `Prefill` | 200 and `Prefilled`, once the KV cache is committed |
 | `GET /debug/transfers?limit=N` | both | - | `WorkerState` |
 | `DELETE /internal/requests/{request_id}` | both | - | 200 and `Aborted`; pages are freed |
+| `GET /internal/receipts?since=N&limit=M` | both | - | `Receipts`: the oldest after the N-th |
+| `POST /internal/role` | both | `Roles` | `Health`: it takes requests of these roles alone from now on |
 
 An error before the first byte of an answer is an `ErrorEvent` under the HTTP status that `STATUS` gives for
 its code. The decode stream begins with the transfer, so that an early end does not lose its figures. It carries *every* generated token, the one that prefill sampled included, and a stop
-token as well; `completion_tokens` counts them all. A finish or error event is the last line: a stream that ends
+token as well; `completion_tokens` counts them all. An answer that another worker began goes on from `generated`: only new tokens are sent and
+counted then, and what is there is counted as prompt. A finish or error event is the last line: a stream that ends
 without either means that the worker died. A client that closes its connection before then aborts the request. A
 worker keeps an idle connection for at least 5 seconds.
 """
@@ -21,24 +24,31 @@ import hmac
 import os
 from pathlib import Path
 from types import MappingProxyType
-from typing import Final, Literal
+from typing import Annotated, Final, Literal
 
 import msgspec
 
 from regauge.config import EngineName, Port, Role, ServeConfig
 from regauge.engines.local.sampling import SamplingParams as SamplingParams  # noqa: PLC0414  # re-exported
 from regauge.errors import ConfigError, ProtocolError
-from regauge.move.state import Totals
+from regauge.meter.receipt import MAX_TEXT
 from regauge.plan.cost import Mode
+from regauge.serve.health import Health as Health  # noqa: PLC0414  # re-exported
+from regauge.serve.health import NicLoad as NicLoad  # noqa: PLC0414  # re-exported
 
 GENERATE_PATH: Final = "/internal/generate"
 PREFILL_PATH: Final = "/internal/prefill"
 REQUESTS_PATH: Final = "/internal/requests"
+RECEIPTS_PATH: Final = "/internal/receipts"
+ROLE_PATH: Final = "/internal/role"
 HEALTH_PATH: Final = "/health"
 DEBUG_PATH: Final = "/debug/transfers"
 WORKER_HOST: Final = "127.0.0.1"
 """Where a worker answers its gateway, which is on the same machine."""
 NDJSON: Final = "application/x-ndjson"
+
+MAX_RECEIPTS: Final = 1_000
+"""Most receipts in one answer."""
 
 LOWEST_LOGPROB: Final = -9999.0
 """JSON has no infinity: a token of probability zero is sent with this log-probability."""
@@ -49,7 +59,7 @@ Code = Literal[
     "duplicate_request",  # this request_id is in the house already
     "prompt_too_large",  # the pool could not hold the request even if it were empty
     "queue_full",  # try again later
-    "draining",  # the worker is shutting down
+    "draining",  # the worker is shutting down, or does not take requests of this role just now
     "transfer_failed",  # the KV cache did not arrive, or arrived wrong
     "engine_failed",  # the model's computation failed
     "aborted",  # somebody sent DELETE
@@ -73,15 +83,38 @@ STATUS: Final = MappingProxyType[Code, int](
 """HTTP status of an error that comes before the first byte of an answer."""
 
 
+Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
+
+
+class MeterTag(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a worker's receipt says of a request and the worker cannot know: see `meter.receipt.Receipt`. Names, `request_id` too, are printable and have at most MAX_TEXT characters."""
+
+    tenant: Text
+    prefill: Text = ""
+    """Name of the prefill worker; empty: decode computes the prompt itself."""
+    decode: Text = ""
+    route: Text = ""
+    resumes: Text = ""
+    """The request that this one goes on from."""
+
+
 class Generate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """To the decode worker: reserve pages, await the transfer, decode."""
+    """To the decode worker: reserve pages, await the transfer, decode.
+
+    `token_ids` and `generated` together are the text so far; `sampling` is that of the whole answer, `max_tokens` and `min_tokens` of which `generated` are there.
+    """
 
     request_id: str
     transfer_id: str
     token_ids: list[int]
+    """The prompt."""
     sampling: SamplingParams
     prefill: list[str]
-    """Names of the prefill worker's ranks, in order, that will send the KV cache."""
+    """Names of the prefill worker's ranks, in order, that will send the KV cache; none: compute it here (`Health.computes`)."""
+    generated: list[int] = []
+    """What another worker has generated of the answer. Its `TokenEvent.seed` belongs into `sampling` then: the same tokens follow as would have."""
+    meter: MeterTag | None = None
+    """None: the request is not metered, and leaves no receipt."""
 
 
 class Prefill(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -90,11 +123,15 @@ class Prefill(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     request_id: str
     transfer_id: str
     token_ids: list[int]
+    """The prompt."""
     sampling: SamplingParams
     decode: dict[str, tuple[str, Port]]
     """Control addresses of the decode worker's ranks, by name, in order: they take the KV cache."""
     handover: bool = True
     """Whether decode goes on from the first token that prefill samples; an engine that samples it itself does not."""
+    generated: list[int] = []
+    """As in `Generate`: computed and delivered like the prompt."""
+    meter: MeterTag | None = None
 
 
 class TransferEvent(msgspec.Struct, frozen=True, tag_field="type", tag="transfer"):
@@ -107,12 +144,14 @@ class TransferEvent(msgspec.Struct, frozen=True, tag_field="type", tag="transfer
     seconds: float
 
 
-class TokenEvent(msgspec.Struct, frozen=True, tag_field="type", tag="token"):
+class TokenEvent(msgspec.Struct, frozen=True, tag_field="type", tag="token", omit_defaults=True):
     """One generated token; `logprob` and `top` (id, logprob; likeliest first) only if asked for."""
 
     token: int
     logprob: float | None = None
     top: list[tuple[int, float]] | None = None
+    seed: int | None = None
+    """With the first token of a stream, where the random stream can be gone on with elsewhere: what `sampling.seed` must be there."""
 
 
 class FinishEvent(msgspec.Struct, frozen=True, tag_field="type", tag="finish"):
@@ -121,6 +160,8 @@ class FinishEvent(msgspec.Struct, frozen=True, tag_field="type", tag="finish"):
     reason: Literal["stop", "length"]
     prompt_tokens: int
     completion_tokens: int
+    receipt: str = ""
+    """One line of JSON, as `meter.receipt.encode` writes it; empty: the request is not metered. Likewise below."""
 
 
 class ErrorEvent(msgspec.Struct, frozen=True, tag_field="type", tag="error"):
@@ -129,6 +170,7 @@ class ErrorEvent(msgspec.Struct, frozen=True, tag_field="type", tag="error"):
     code: Code
     message: str
     worker: str
+    receipt: str = ""
 
 
 class Prefilled(msgspec.Struct, frozen=True, tag_field="type", tag="prefilled"):
@@ -142,29 +184,31 @@ class Prefilled(msgspec.Struct, frozen=True, tag_field="type", tag="prefilled"):
     logprob: float | None = None
     top: list[tuple[int, float]] | None = None
     """Of the first token, where they were asked for and the hand-over does not carry them."""
+    receipt: str = ""
 
 
 class Aborted(msgspec.Struct, frozen=True):
     """Answer to a DELETE; `found` is false if the request was over already, or never came."""
 
     found: bool
+    receipt: str = ""
+    """Also of a request that was over already, if it is remembered."""
 
 
-class Health(msgspec.Struct, frozen=True):
-    """A worker's state: pages of its KV pool, requests that run and that wait, what its transfers came to."""
+class Receipts(msgspec.Struct, frozen=True):
+    """Receipts of this worker, oldest first, as lines; `next` is `since` of the next call. Fewer than asked for: that is all.
 
-    status: Literal["ok", "draining"]
-    role: Role
-    name: str
-    pid: int
-    model: str
-    free_pages: int = 0
-    pages: int = 0
-    """0: an engine that tells nothing of its pages and requests."""
-    running: int = 0
-    waiting: int = 0
-    quarantined_pages: int = 0
-    transfers: Totals = Totals()
+    The numbers go on after a restart of the worker where it has a journal. `next < since`: it has none, or has lost it, and began anew.
+    """
+
+    lines: list[str]
+    next: int
+
+
+class Roles(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Requests of which roles a worker shall take; none: it drains. Those under way go on."""
+
+    roles: Annotated[list[Role], msgspec.Meta(max_length=2)]
 
 
 Event = TransferEvent | TokenEvent | FinishEvent | ErrorEvent
@@ -229,6 +273,12 @@ class GatewaySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """JSON of the layouts of workers that are known from the start, by name."""
     key: str = ""
     """Pre-shared key of the transfer plane, in hex, where engines' status is asked for by a token made from it."""
+    name: str = "gateway"
+    """As its receipts have it."""
+    signing_key: str = ""
+    """File of its private key (PEM); empty: nothing is metered."""
+    trust: str = ""
+    """Folder of the public keys whose receipts count: see `meter.receipt.load_trust`."""
     log_json: bool = False
 
     def __repr__(self) -> str:
@@ -254,6 +304,12 @@ class WorkerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Where a decode worker takes prefill workers' control connections."""
     peers: dict[str, tuple[str, Port]]
     """Control addresses of the decode ranks that a prefill worker links to ahead of the first request."""
+    roles: list[Role] = []
+    """Requests of which roles it takes from the start; empty: of `role`."""
+    signing_key: str = ""
+    """File of the private key (PEM) that signs its receipts; empty: it makes none."""
+    state: str = ""
+    """Folder for its journal of receipts; empty: they are lost with the process."""
     log_json: bool = False
 
     def __repr__(self) -> str:
