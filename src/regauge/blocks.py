@@ -15,10 +15,53 @@ import sys
 from collections.abc import Sequence
 from typing import Final
 
+import msgspec
+
 BLOCK_TOKENS: Final = 64
 """Tokens of a block, unless the configuration says otherwise."""
 _DIGEST: Final = 8
 _TOKEN: Final = 4
+
+
+class Stored(msgspec.Struct, frozen=True, tag_field="type", tag="stored"):
+    """A worker's cache has gained these blocks."""
+
+    seq: int
+    """Counts the events of one worker's process, from 1, without a gap."""
+    hashes: tuple[int, ...]
+
+
+class Removed(msgspec.Struct, frozen=True, tag_field="type", tag="removed"):
+    """A worker's cache has lost these blocks."""
+
+    seq: int
+    hashes: tuple[int, ...]
+
+
+class Cleared(msgspec.Struct, frozen=True, tag_field="type", tag="cleared"):
+    """A worker's cache has lost all of its blocks."""
+
+    seq: int
+
+
+CacheEvent = Stored | Removed | Cleared
+
+
+class CacheNews(msgspec.Struct, frozen=True):
+    """What has become of a worker's cache since some event."""
+
+    instance: str
+    """Of the worker's process: another one has begun anew, with another count of events."""
+    block: int
+    """Tokens of a block."""
+    seq: int
+    """The last event so far; 0: there was none."""
+    anew: bool
+    """The events since then are not all kept, or are of another process: forget what was known. The cache holds `held`, and nothing else."""
+    held: tuple[int, ...] = ()
+    """With `anew`: the blocks held after event `seq`."""
+    events: tuple[CacheEvent, ...] = ()
+    """Otherwise: the events after the one that was asked for, up to `seq`."""
 
 
 def hash_blocks(token_ids: Sequence[int], block: int = BLOCK_TOKENS, salt: bytes = b"") -> tuple[int, ...]:

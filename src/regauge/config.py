@@ -69,6 +69,8 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Most requests that decode together."""
     chunk_tokens: Count = 256
     """Most prompt tokens computed in one step (chunked prefill)."""
+    prefix_cache: bool = True
+    """Whether computed prompts stay in the pool, as far as there is room, for later ones that begin alike."""
     threads: Annotated[int, msgspec.Meta(ge=0, le=1_024)] = 0
     """CPU threads of the model's arithmetic; 0 means half of the cores, at least one."""
     vllm: ServedConfig | None = None

@@ -25,6 +25,8 @@ ROLE: Final = "role"
 ROUTE: Final = "route"
 STATUS: Final = "status"
 PATH: Final = "path"
+PLACED: Final = "placed"
+ATTEMPTS: Final = "attempts"
 MODE: Final = "mode"
 WIRE_BYTES: Final = "wire_bytes"
 PAGES: Final = "pages"
@@ -60,16 +62,23 @@ REASONS: Final = (
     OTHER,
 )
 """Why a transfer failed: `regauge.move.reasons` sorts, `docs/operations.md` explains."""
+CLIENT_FAULTS: Final = ("malformed", "head", "header", "body", "write", "connections")
+"""No HTTP; too large a head; headers or a body that came too slowly; an answer that was not read; too many connections."""
 ROUTES: Final = (
     "/v1/chat/completions",
     "/v1/completions",
+    "/v1/messages",
+    "/v1/messages/count_tokens",
     "/v1/models",
     "/v1/models/{id}",
     "/health",
     "/ready",
     "/metrics",
     "/version",
+    "/openapi.json",
     "/debug/transfers",
+    "/debug/why/{id}",
+    "/v1/usage",
     "/internal/generate",
     "/internal/prefill",
     "/internal/requests/{request_id}",
@@ -109,6 +118,7 @@ class Metrics:
 
     registry: CollectorRegistry
     requests: Counter
+    client_faults: Counter
     in_flight: Gauge
     ttft: Histogram
     tpot: Histogram
@@ -116,6 +126,9 @@ class Metrics:
     prompt_tokens: Counter
     bypassed: Counter
     retried: Counter
+    resumed: Counter
+    receipts: Counter
+    receipts_refused: Counter
     completion_tokens: Counter
     transfer_bytes: Histogram
     transfer_seconds: Histogram
@@ -143,6 +156,12 @@ class Metrics:
             requests=Counter(
                 "regauge_requests_total", "HTTP requests answered.", ["route", "status"], registry=registry
             ),
+            client_faults=Counter(
+                "regauge_client_faults_total",
+                "Connections that were ended for what the client did, by what it was.",
+                ["reason"],
+                registry=registry,
+            ),
             in_flight=Gauge("regauge_requests_in_flight", "Generation requests in the house.", registry=registry),
             ttft=Histogram(
                 "regauge_time_to_first_token_seconds",
@@ -169,8 +188,19 @@ class Metrics:
                 registry=registry,
             ),
             retried=Counter(
-                "regauge_prefill_retries_total",
-                "Answers that were begun again before their first token, since prefill had been lost or had failed.",
+                "regauge_retries_total",
+                "Answers that were begun again before their first token, since a worker had been lost or had failed.",
+                registry=registry,
+            ),
+            resumed=Counter(
+                "regauge_resumed_answers_total",
+                "Answers that another decode worker went on with, since theirs had been lost.",
+                registry=registry,
+            ),
+            receipts=Counter("regauge_receipts_total", "Receipts handed over to the store.", registry=registry),
+            receipts_refused=Counter(
+                "regauge_receipts_refused_total",
+                "Receipts that were not taken: forged, malformed, or too many at once.",
                 registry=registry,
             ),
             completion_tokens=Counter("regauge_completion_tokens_total", "Generated tokens.", registry=registry),
@@ -222,6 +252,10 @@ class Metrics:
     def answered(self, route: str, status: int) -> None:
         """Count one HTTP request; a route that is not in `ROUTES` is counted as "other"."""
         self.requests.labels(_known(route, ROUTES), str(status)).inc()
+
+    def client_fault(self, reason: str) -> None:
+        """Count a connection that was ended for what the client did; `reason` is one of `CLIENT_FAULTS`."""
+        self.client_faults.labels(_known(reason, CLIENT_FAULTS)).inc()
 
     def finished(
         self,

@@ -180,13 +180,13 @@ def test_a_stop_string_at_the_last_token_is_an_end_for_both() -> None:
 def test_prefill_that_died_once_it_had_delivered_need_not_speak() -> None:
     made = request()
     prefill = made.pop("prefill")
-    made["gateway"] = replace(made["gateway"], lost="prefill")
-    assert (entry(made).status, entry(made).charged) == ("agreed", (300, 700, 50))
+    made["gateway"] = replace(made["gateway"], silent=("prefill",))
+    assert (entry(made).status, entry(made).charged, entry(made).silent) == ("agreed", (300, 700, 50), ("prefill",))
     assert entry(made | {"prefill": prefill}).status == "agreed"
     assert entry(made | {"prefill": replace(prefill, digest="00")}).status == "differs"
-    with pytest.raises(ReceiptError, match="lost: only a gateway"):
-        replace(prefill, lost="prefill")
-    with pytest.raises(ReceiptError, match="lost: only a gateway"):
+    with pytest.raises(ReceiptError, match="silent: only a gateway"):
+        replace(prefill, silent=("prefill",))
+    with pytest.raises(ReceiptError, match="silent: only a gateway"):
         replace(made["gateway"], prefill="")
 
 

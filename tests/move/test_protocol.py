@@ -26,6 +26,7 @@ from protocol_cases import (
 
 from regauge.errors import ProtocolError
 from regauge.move import messages as m
+from regauge.move.counted import Counted
 from regauge.move.flow_sender import Pace
 from regauge.move.outleg import LinkTerms
 from regauge.move.protocol import (
@@ -334,7 +335,8 @@ def test_several_ranks_on_either_side() -> None:
     assert r.on_message("p", m.Finish("t", 1, 1, b"first"), 0.0) == []
     r.link_lost("p", "gone", 0.0)  # nothing more was to come from it
     done = r.on_message("q", m.Finish("t", 2, 1, b""), 0.0)
-    assert done == [Send("q", m.Commit("t")), Delivered("t", b"first", 2, 0.0)]
+    counted = Counted().chunk(1, DIGEST).chunk(1, DIGEST)
+    assert done == [Send("q", m.Commit("t")), Delivered("t", b"first", 2, 0.0, counted)]
 
 
 def replace_epoch(message: m.Written, epoch: int) -> m.Written:

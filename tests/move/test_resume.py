@@ -18,6 +18,7 @@ from protocol_cases import (
 )
 
 from regauge.move import messages as m
+from regauge.move.counted import Counted
 from regauge.move.protocol import Delivered, Failed, FenceLink, Released, Relink, Send, Write
 
 
@@ -113,7 +114,11 @@ def test_a_commit_lost_with_its_link_is_said_again() -> None:
     (check,) = checks(r, w)  # type: ignore[arg-type]  # it is a Written
     (finish,) = said(s.finish("t", b"first token"))
     r.checked(check, 0.0)
-    assert r.on_message("p", finish, 1.0) == [Send("p", m.Commit("t")), Delivered("t", b"first token", 24, 1.0)]
+    counted = Counted().chunk(24, DIGEST)
+    assert r.on_message("p", finish, 1.0) == [
+        Send("p", m.Commit("t")),
+        Delivered("t", b"first token", 24, 1.0, counted),
+    ]
     s.link_lost("d", "gone", 1.0)
     r.link_lost("p", "gone", 1.0)
     (offer,) = said(s.link_up("d", link_terms(), "one"))

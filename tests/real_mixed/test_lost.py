@@ -74,7 +74,7 @@ async def killed(pair: Served, session: aiohttp.ClientSession) -> float:
     begun = time.monotonic()
     got = (await asking)["choices"][0]["text"]
     took = time.monotonic() - begun
-    assert await pair.metric(session, "regauge_prefill_retries_total") == 1
+    assert await pair.metric(session, "regauge_retries_total") == 1
     assert (await pair.ask(session, ids))["choices"][0]["text"] == got
     return took
 

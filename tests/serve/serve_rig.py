@@ -21,13 +21,19 @@ from aiohttp import web
 from hypothesis import settings
 
 from regauge.config import LimitsConfig, Role, ServeConfig
+from regauge.config_gateway import GatewayConfig
 from regauge.move.protocol import TransferState
 from regauge.move.state import LinkState, PoolState, Totals, WorkerState, bounded, shown
 from regauge.observe import Metrics
+from regauge.route.router import Router
 from regauge.serve import wire
-from regauge.serve.gateway import Server, build_app, listen
+from regauge.serve.fleet import Fleet, dialer
+from regauge.serve.gateway import build_app
+from regauge.serve.pairing import Pairs
+from regauge.serve.server import Server, listen
+from regauge.serve.tenants import Tenants
 from regauge.serve.text import Tokenizer
-from regauge.serve.workers import HealthPolicy, Workers
+from regauge.serve.workers import HealthPolicy
 
 TOKEN = "internal-token"
 MODEL = "echo-1"
@@ -84,6 +90,7 @@ class EchoWorker:
         self.status = "ok"
         self.pid = 1
         self.quarantined = 0
+        self.cached = 0
         self.totals = Totals()
         self.transfers: list[TransferState] = []
         self.answer: Callable[[list[int]], str] | None = None
@@ -187,7 +194,9 @@ class EchoWorker:
             if self.linger is not None and not await self._unless_aborted(body.request_id, self.linger):
                 return self._error(wire.ErrorEvent("aborted", "aborted", self.name))
             first = self._answer(body.token_ids)[0]
-            return web.Response(body=wire.encode(wire.Prefilled(first, len(body.token_ids), 0, 0.01, 0.001)))
+            return web.Response(
+                body=wire.encode(wire.Prefilled(first, len(body.token_ids) - self.cached, self.cached, 0.01, 0.001))
+            )
         finally:
             self.running.discard(body.request_id)
 
@@ -341,6 +350,8 @@ async def open_rig(
     grace_s: float = 0.0,
     prefill_up: bool = True,
     decode_at: wire.WorkerAddress | None = None,
+    rules: GatewayConfig | None = None,
+    tenants: Tenants | None = None,
 ) -> AsyncIterator[Rig]:
     """`decode_at`: a decode worker of another kind, in place of the rig's own."""
     rails: dict[str, asyncio.Future[None]] = {}
@@ -353,18 +364,15 @@ async def open_rig(
         if not prefill_up:
             await prefill.stop()
         metrics = Metrics.create("test")
-        workers = Workers.connect(
-            [prefill.address, decode_at or decode.address],
-            TOKEN,
-            metrics,
-            policy or HealthPolicy(period_s=0.05),
-            model=MODEL,
-        )
+        fleet = Fleet(
+            [prefill.address, decode_at or decode.address], dialer(TOKEN, MODEL), metrics, Router(),
+            pairs=Pairs(given=wire.VerdictInfo("CONVERT")), policy=policy or HealthPolicy(period_s=0.05),
+        )  # fmt: skip
         config = ServeConfig(limits=limits or LimitsConfig(request_timeout_s=WAIT_S, prefill_wait_s=0))
-        app = build_app(config, tokenizer, workers, metrics, model=MODEL, verdict=wire.VerdictInfo("CONVERT"))
+        app = build_app(config, tokenizer, fleet, metrics, model=MODEL, tenants=tenants)
         listener = listen("127.0.0.1", 0)
         port = listener.getsockname()[1]
-        server = Server(app, grace_s)
+        server = Server(app, grace_s, rules=rules)
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         timeout = aiohttp.ClientTimeout(total=WAIT_S)
         connector = aiohttp.TCPConnector(limit=0)

@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from regauge.engines.local.prefix import PrefixCache
 from regauge.errors import ProtocolError
 from regauge.move.pages import PagePool
 from regauge.serve.admission import Admission
@@ -14,25 +15,25 @@ from regauge.serve.admission import Admission
 @pytest.mark.anyio
 async def test_a_large_request_is_not_overtaken() -> None:
     pool = PagePool(4, 16)
-    admission = Admission(pool)
-    assert len(await admission.lease("a", 3)) == 3
+    admission = Admission(PrefixCache(pool))
+    assert len((await admission.lease("a", 3)).pages) == 3
     large, small = (asyncio.create_task(admission.lease(n, c)) for n, c in (("large", 4), ("small", 1)))
     await asyncio.sleep(0)
     assert admission.waiting == 2
     pool.release("a")
     admission.pump()
-    assert len(await large) == 4
+    assert len((await large).pages) == 4
     assert not small.done()
     pool.release("large")
     admission.pump()
-    assert len(await small) == 1
+    assert len((await small).pages) == 1
 
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("granted", [False, True])
 async def test_a_waiter_that_gives_up_holds_nothing(granted: bool) -> None:
     pool = PagePool(2, 16)
-    admission = Admission(pool)
+    admission = Admission(PrefixCache(pool))
     await admission.lease("a", 2)
     waiter = asyncio.create_task(admission.lease("b", 2))
     behind = asyncio.create_task(admission.lease("c", 1))
@@ -46,7 +47,7 @@ async def test_a_waiter_that_gives_up_holds_nothing(granted: bool) -> None:
     if not granted:
         pool.release("a")
         admission.pump()
-    assert len(await behind) == 1
+    assert len((await behind).pages) == 1
     pool.check_integrity()
     assert pool.free == 1
 
@@ -54,7 +55,7 @@ async def test_a_waiter_that_gives_up_holds_nothing(granted: bool) -> None:
 @pytest.mark.anyio
 async def test_an_owner_that_has_pages_already_is_told_so_and_nobody_else() -> None:
     pool = PagePool(4, 16)
-    admission = Admission(pool)
+    admission = Admission(PrefixCache(pool))
     await admission.lease("a", 1)
     await admission.lease("other", 3)
     twice, behind = (asyncio.create_task(admission.lease(n, 1)) for n in ("a", "b"))
@@ -63,5 +64,5 @@ async def test_an_owner_that_has_pages_already_is_told_so_and_nobody_else() -> N
     admission.pump()
     with pytest.raises(ProtocolError, match="'a' owns pages already"):
         await twice
-    assert len(await behind) == 1
+    assert len((await behind).pages) == 1
     assert pool.free == 2

@@ -11,13 +11,13 @@ from serve_rig import TOKEN, WAIT_S, EchoWorker
 
 from regauge.config import Role
 from regauge.engines.local.sampling import SamplingParams
-from regauge.errors import ConfigError, ProtocolError
+from regauge.errors import ProtocolError
 from regauge.observe import Metrics
 from regauge.serve import wire
 from regauge.serve.client import WorkerClient
 from regauge.serve.connection import RequestTimeout, WorkerError, WorkerLost
 from regauge.serve.text import Tokenizer
-from regauge.serve.workers import HealthPolicy, Worker, Workers
+from regauge.serve.workers import HealthPolicy, Worker
 
 pytestmark = pytest.mark.anyio
 
@@ -210,11 +210,3 @@ async def test_health_of_a_worker_is_noted_with_its_reason(tokenizer: Tokenizer)
         await echo.stop()
         await worker.poll()
         assert (worker.up, up()) == (False, 0), "a refused connection needs no second miss"
-
-
-def test_a_pair_is_one_of_each_role() -> None:
-    one = wire.WorkerAddress("a", "prefill", "http://x")
-    with pytest.raises(ConfigError, match=r"got a \(prefill\), a \(prefill\)"):
-        Workers.connect([one, one], TOKEN, Metrics.create("test"))
-    with pytest.raises(ConfigError, match="got none"):
-        Workers.connect([], TOKEN, Metrics.create("test"))

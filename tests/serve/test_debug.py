@@ -14,7 +14,7 @@ from regauge.errors import ProtocolError
 from regauge.move.protocol import LegState, TransferState
 from regauge.move.state import MAX_SHOWN, SHOWN, Hidden, LinkState, SessionState, Totals, WorkerState, bounded, shown
 from regauge.serve.debug import Overview, is_loopback
-from regauge.serve.gateway import Server
+from regauge.serve.server import Server
 from regauge.serve.text import Tokenizer
 
 PATH = "/debug/transfers"

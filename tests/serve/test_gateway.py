@@ -17,7 +17,7 @@ from serve_rig import MODEL, TEMPLATE, TOKEN, WAIT_S, Rig, free_port, open_rig, 
 from regauge.config import ServeConfig
 from regauge.errors import ConfigError
 from regauge.serve import wire
-from regauge.serve.gateway import listen
+from regauge.serve.server import listen
 from regauge.serve.text import Tokenizer
 
 pytestmark = pytest.mark.anyio

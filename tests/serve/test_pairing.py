@@ -19,8 +19,9 @@ from regauge.layout.spec import Layout
 from regauge.move.state import Totals, WorkerState
 from regauge.observe import Metrics
 from regauge.serve import wire
-from regauge.serve.pairing import UNKNOWN, Pairing
-from regauge.serve.workers import Workers
+from regauge.serve.fleet import dialer
+from regauge.serve.pairing import REFUSED, UNKNOWN, Pairs
+from regauge.serve.workers import HealthPolicy, Worker
 
 pytestmark = pytest.mark.anyio
 KEY = bytes(range(32))
@@ -47,19 +48,14 @@ class Telling:
 
 
 @asynccontextmanager
-async def telling(layout: Layout, after: int = 0) -> AsyncIterator[Workers]:
+async def telling(layout: Layout, after: int = 0) -> AsyncIterator[Worker]:
     async with listening([web.get(status.STATUS_PATH, Telling(layout, after).answer)]) as url:
-        ranks = [wire.RankAddress("d.0", ("127.0.0.1", 1), url)]
-        workers = Workers.connect(
-            [wire.WorkerAddress("p", "prefill", "http://127.0.0.1:1"), wire.WorkerAddress("d", "decode", url, ranks, "vllm")],
-            "token", Metrics.create("test"), key=KEY,
-        )  # fmt: skip
-        workers.decode.up = True
+        address = wire.WorkerAddress("d", "decode", url, [wire.RankAddress("d.0", ("127.0.0.1", 1), url)], "vllm")
+        worker = Worker(dialer("token", "m", KEY)(address), Metrics.create("test"), HealthPolicy())
         try:
-            yield workers
+            yield worker
         finally:
-            for worker in workers.both():
-                await worker.client.close()
+            await worker.client.close()
 
 
 @pytest.mark.parametrize(
@@ -67,33 +63,45 @@ async def telling(layout: Layout, after: int = 0) -> AsyncIterator[Workers]:
     [("fp32,page=64,nhd", "REMAP", "page size 16 -> 64"), ("bf16,page=16,nhd", "CONVERT", "dtype float32 -> bfloat16")],
 )
 async def test_a_layout_that_an_engine_tells_decides(decode: str, path: str, text: str) -> None:
-    async with telling(short(decode)) as workers, asyncio.timeout(WAIT_S):
-        pairing = Pairing(workers, wire.VerdictInfo(UNKNOWN), {"p": short("fp32,page=16,nhd")})
-        assert not pairing.refused
-        await pairing.learn()
-        assert (pairing.verdict.path, pairing.refused) == (path, False)
-        assert text in pairing.verdict.text
-        assert (await workers.decode.client.debug(1, None)).totals.delivered == 3
+    async with telling(short(decode)) as worker, asyncio.timeout(WAIT_S):
+        pairs = Pairs({"p": short("fp32,page=16,nhd")})
+        assert (pairs.verdict("p", "d").path, pairs.knows("p"), pairs.knows("d")) == (UNKNOWN, True, False)
+        assert await pairs.ask(worker)
+        assert pairs.verdict("p", "d").path == path
+        assert text in pairs.verdict("p", "d").text
+        assert (await worker.client.debug(1, None)).totals.delivered == 3
 
 
 async def test_a_pair_that_cannot_be_is_refused_by_name() -> None:
-    async with telling(short("fp32,page=16,nhd", "qwen3-8b")) as workers, asyncio.timeout(WAIT_S):
-        pairing = Pairing(workers, wire.VerdictInfo(UNKNOWN), {"p": short("fp32,page=16,nhd")})
-        await pairing.learn()
-        assert pairing.refused
-        assert "model.name" in pairing.verdict.text
+    async with telling(short("fp32,page=16,nhd", "qwen3-8b")) as worker, asyncio.timeout(WAIT_S):
+        pairs = Pairs({"p": short("fp32,page=16,nhd")})
+        assert await pairs.ask(worker)
+        assert pairs.verdict("p", "d").path == REFUSED
+        assert "model.name" in pairs.verdict("p", "d").text
 
 
-async def test_it_asks_again_until_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("regauge.serve.pairing._PERIOD_S", 0.0)
-    async with telling(short("fp32,page=16,nhd"), after=3) as workers, asyncio.timeout(WAIT_S):
-        pairing = Pairing(workers, wire.VerdictInfo(UNKNOWN), {"p": short("fp32,page=16,nhd")})
-        await pairing.learn()
-        assert pairing.verdict.path == "DIRECT"
+async def test_a_worker_that_does_not_know_yet_is_asked_again() -> None:
+    async with telling(short("fp32,page=16,nhd"), after=1) as worker, asyncio.timeout(WAIT_S):
+        pairs = Pairs({"p": short("fp32,page=16,nhd")})
+        assert not await pairs.ask(worker)
+        assert not pairs.knows("d")
+        assert await pairs.ask(worker)
+        assert pairs.verdict("p", "d").path == "DIRECT"
 
 
-async def test_a_verdict_from_the_start_is_not_asked_for() -> None:
-    async with telling(short("fp32,page=16,nhd"), after=1_000) as workers, asyncio.timeout(WAIT_S):
-        pairing = Pairing(workers, wire.VerdictInfo("DIRECT", "alike"))
-        await pairing.learn()
-        assert pairing.verdict == wire.VerdictInfo("DIRECT", "alike")
+def test_a_verdict_from_the_start_holds_for_the_workers_of_the_start_alone() -> None:
+    """It may have been found with more than layouts: a quality record, say."""
+    one, other = short("fp32,page=16,nhd"), short("bf16,page=16,nhd")
+    pairs = Pairs({"p": one, "d": other}, wire.VerdictInfo("CONVERT", "by a record"))
+    assert pairs.verdict("p", "d").text == "by a record"
+    pairs.learn("d-2", one)
+    assert pairs.verdict("p", "d-2").path == "DIRECT"
+    pairs.forget("d")
+    pairs.learn("d", one)
+    assert pairs.verdict("p", "d").path == "DIRECT"
+
+
+def test_the_wire_has_the_narrower_sides_bytes() -> None:
+    pairs = Pairs({"p": short("fp32,page=16,nhd"), "d": short("bf16,page=16,nhd")})
+    assert pairs.wire_bytes("p", "d") == 30 * 2 * 3 * 64 * 2  # layers, K and V, heads, dim, bytes
+    assert pairs.wire_bytes("p", "x") is None

@@ -328,4 +328,4 @@ async def test_decode_is_told_at_once_that_prefill_failed_and_the_request_begins
         assert (status, body["choices"][0]["text"], len(stand.asked)) == (200, "all is well", 2)
         assert stand.asked[0]["rid"] != stand.asked[1]["rid"]
         assert stand.asked[0]["bootstrap_room"] != stand.asked[1]["bootstrap_room"]
-        assert rig.sample("regauge_prefill_retries_total") == 1
+        assert rig.sample("regauge_retries_total") == 1

@@ -143,13 +143,13 @@ def test_token_bytes_of_the_spaced_kind() -> None:
 ALPHABET = st.text("ab", max_size=30)
 
 
-def first_stop(text: str, stops: Sequence[str]) -> tuple[str, bool]:
+def first_stop(text: str, stops: Sequence[str]) -> tuple[str, str | None]:
     """The same by plain search: the stop that is complete first, of those the longest."""
     ends = [(text.find(stop) + len(stop), -len(stop)) for stop in stops if stop in text]
     if not ends:
-        return text, False
+        return text, None
     end, length = min(ends)
-    return text[: end + length], True
+    return text[: end + length], text[end + length : end]
 
 
 @STEADY
@@ -158,7 +158,7 @@ def first_stop(text: str, stops: Sequence[str]) -> tuple[str, bool]:
     stops=st.lists(st.text("ab", min_size=1, max_size=5), max_size=4),
 )
 def test_a_stop_is_found_wherever_it_is_split(pieces: list[str], stops: list[str]) -> None:
-    scanner, given_out, hit = StopScanner(stops), "", False
+    scanner, given_out, hit = StopScanner(stops), "", None
     for piece in pieces:
         text, hit = scanner.push(piece)
         given_out += text
@@ -171,11 +171,11 @@ def test_a_stop_is_found_wherever_it_is_split(pieces: list[str], stops: list[str
 
 def test_text_is_held_back_only_while_a_stop_may_still_begin_in_it() -> None:
     scanner = StopScanner(["END", "\n\n"])
-    assert scanner.push("abc E") == ("abc ", False)
-    assert scanner.push("N") == ("", False)
-    assert scanner.push("x") == ("ENx", False)
-    assert scanner.push("y\n") == ("y", False)
-    assert scanner.push("\nz") == ("", True)
+    assert scanner.push("abc E") == ("abc ", None)
+    assert scanner.push("N") == ("", None)
+    assert scanner.push("x") == ("ENx", None)
+    assert scanner.push("y\n") == ("y", None)
+    assert scanner.push("\nz") == ("", "\n\n")
 
 
 def test_a_chat_is_written_as_its_template_says(tokenizer: Tokenizer) -> None:

@@ -72,8 +72,8 @@ class Receipt(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     outcome: Outcome
     resumes: Text = ""
     """Request that this one goes on from: its prompt, and what it generated, are this one's prompt. Every side must be told: empty means none."""
-    lost: Literal["", "prefill"] = ""
-    """From the gateway: the side that died once it had delivered, before it could say so. Decode's word, that all is there, stands alone."""
+    silent: tuple[Literal["prefill", "decode"], ...] = ()
+    """From the gateway: sides that cannot speak: prefill that died once it had delivered, engines that make no receipts. What the others say stands alone."""
     recovered: bool = False
     """A gateway's receipt that was lost, made again from the workers'."""
     prompt: Count
@@ -99,8 +99,8 @@ class Receipt(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             raise ReceiptError("tenant: gateway must say it")
         if self.side != "gateway" and self.by != getattr(self, self.side):
             raise ReceiptError(f"{self.side}: is {getattr(self, self.side)!r}, but {self.by!r} says so of itself")
-        if self.lost and (self.side != "gateway" or not self.prefill):
-            raise ReceiptError("lost: only a gateway says it, of a prefill worker that it names")
+        if self.silent and (self.side != "gateway" or not all(getattr(self, side) for side in self.silent)):
+            raise ReceiptError("silent: only a gateway says it, of workers that it names")
         if not 0 <= self.began_us <= self.ended_us <= MAX_TIME_US:
             raise ReceiptError(f"began_us, ended_us: {self.began_us} and {self.ended_us} are no two times in order")
         self._check_tokens()

@@ -7,8 +7,8 @@
 | differs | two sides, or two receipts of one side, say different things | no |
 | void | the request failed, or was cancelled before it had a token | no |
 
-The gateway speaks of every request. It names the workers, and those must speak: prefill unless decode computed the prompt itself or it died
-once it had delivered (`lost`), decode unless it was lost (`resumed`). Of a void request nobody else must.
+The gateway speaks of every request. It names the workers, and those must speak: prefill unless decode computed the prompt itself, decode
+unless it was lost (`resumed`), neither where the gateway says that it cannot (`silent`); the entry says so, too. Of a void request nobody else must.
 
 What the client did not wait for may differ: where the gateway did not see a request to its end, decode may have generated more than was
 delivered. What counts is what was.
@@ -71,6 +71,8 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     converted: int
     generated: int
     wire_bytes: dict[PathName, int]
+    silent: tuple[Side, ...] = ()
+    """Sides that cannot speak, as the gateway says."""
     missing: tuple[Side, ...] = ()
     late: tuple[Side, ...] = ()
     differences: tuple[Difference, ...] = ()
@@ -109,7 +111,7 @@ def reconcile(arrivals: Iterable[Arrival], *, grace_s: float = GRACE_S, skew_s: 
         request=first.request,
         status="differs" if differences else "void" if void else "missing" if missing else "agreed",
         outcome=first.outcome, recovered=any(r.recovered for r in receipts.values()),
-        at_us=first.began_us, ended_us=ended_us, missing=missing, late=late, differences=differences, **known,
+        at_us=first.began_us, ended_us=ended_us, silent=gateway.silent if gateway is not None else (), missing=missing, late=late, differences=differences, **known,
     )  # fmt: skip
 
 
@@ -172,7 +174,8 @@ def _missing(receipts: Mapping[Side, Receipt], *, void: bool) -> tuple[Side, ...
     gateway = receipts.get("gateway")
     must: set[Side] = {"gateway", "prefill", "decode"}
     if gateway is not None:
-        must -= {"prefill"} if not gateway.prefill or gateway.lost else set()
+        must -= {"prefill"} if not gateway.prefill else set()
+        must -= set(gateway.silent)
         must -= {"decode"} if gateway.outcome == "resumed" else set()
     elif "decode" in receipts and not receipts["decode"].prefill:
         must -= {"prefill"}

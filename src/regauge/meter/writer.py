@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections import OrderedDict, deque
@@ -121,22 +122,33 @@ class Ledger:
     def __init__(self, limit: int = 100_000) -> None:
         self._limit = limit
         self._kept: OrderedDict[tuple[str, Side], tuple[int, Verified]] = OrderedDict()
-        self._count = 0
+        """In the order of their numbers."""
+        self.count = 0
+        """Number of the latest receipt."""
 
-    def add(self, signed: Verified) -> int:
-        """Keep a receipt; return its number, from 1. The oldest beyond the limit is forgotten."""
-        self._count += 1
+    def add(self, signed: Verified, number: int | None = None) -> int:
+        """Keep a receipt; return its number, from 1. The oldest beyond the limit is forgotten.
+
+        `number`: that which it had before this process; ones that do not go up are ignored, and the numbers go on from there.
+        """
+        if number is not None and number <= self.count:
+            return self.count
+        self.count = self.count + 1 if number is None else number
         key = (signed.receipt.request, signed.receipt.side)
         self._kept.pop(key, None)
-        self._kept[key] = (self._count, signed)
+        self._kept[key] = (self.count, signed)
         if len(self._kept) > self._limit:
             self._kept.popitem(last=False)
-        return self._count
+        return self.count
 
     def since(self, number: int, limit: int = 1_000) -> tuple[list[Verified], int]:
-        """Return at most `limit` receipts after that number, oldest first, and the number to go on from."""
-        found = [(n, signed) for n, signed in self._kept.values() if n > number][:limit]
-        return [signed for _, signed in found], found[-1][0] if found else number
+        """Return at most `limit` receipts after that number, oldest first, and the number to go on from.
+
+        That is less than `number` where there never was such a receipt: whoever asks has seen another ledger.
+        """
+        newer = itertools.takewhile(lambda kept: kept[0] > number, reversed(self._kept.values()))
+        found = list(newer)[::-1][:limit]
+        return [signed for _, signed in found], found[-1][0] if found else min(number, self.count)
 
     def get(self, request: str, side: Side) -> Verified | None:
         """Return the receipt of a request, or None: it was never made here, or is forgotten."""

@@ -211,7 +211,9 @@ class InboundLinks:
         for pool in self.pools:
             pool.commit(transfer)
         link = self._last[incoming.peers[0]]
-        incoming.future.set_result(Arrival(done.handover, link.path, link.modes[0], done.wire_bytes, done.seconds))
+        incoming.future.set_result(
+            Arrival(done.handover, link.path, link.modes[0], done.wire_bytes, done.seconds, done.counted)
+        )
 
     def _failed(self, transfer: str, reason: str, *, held: bool) -> None:
         incoming = self._incoming.pop(transfer)

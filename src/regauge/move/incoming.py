@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from regauge.move.counted import Counted
 from regauge.move.crossing import PageTable
 from regauge.plan.cost import Mode
 
@@ -27,6 +28,8 @@ class Arrival:
     """Of the first pair of state groups."""
     wire_bytes: int
     seconds: float
+    counted: Counted = field(default_factory=Counted)
+    """What counts of the bytes, and its digest."""
 
 
 @dataclass(eq=False)

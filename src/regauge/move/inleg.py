@@ -10,6 +10,7 @@ from typing import Literal
 
 from regauge.errors import ProtocolError
 from regauge.move import messages as m
+from regauge.move.counted import Counted, whole
 from regauge.move.protocol import Check, LegState, Part, Range
 
 
@@ -21,6 +22,9 @@ class Chunk:
     layers: Range
     tokens: Range
     tries: int = 1
+    nbytes: int = 0
+    """On the wire, as of the last try; the digest likewise."""
+    digest: bytes = b""
 
 
 @dataclass(slots=True)
@@ -47,6 +51,8 @@ class InLeg:
     """Written, and being brought into place and compared, by seq."""
     again: dict[int, Chunk] = field(default_factory=dict)
     """To be written once more, by seq."""
+    kept: list[Chunk] = field(default_factory=list)
+    """Verified, of all epochs."""
     seq: int = 0
     """Of the next chunk."""
     resent: int = 0
@@ -69,6 +75,14 @@ class InLeg:
         )
 
     @property
+    def counted(self) -> Counted:
+        """What counts of it: see `counted.py`."""
+        total = Counted()
+        for chunk in self.kept:
+            total = total.chunk(chunk.nbytes, chunk.digest)
+        return total
+
+    @property
     def missing(self) -> int:
         """Bytes that are still to be written, in units of credit."""
         return sum((p.need[1] - at) * p.token_bytes for p in self.parts for at in p.written)
@@ -83,6 +97,7 @@ class InLeg:
     ) -> list[list[int]]:
         """Begin an epoch; return where each part's layers go on, empty for the first epoch."""
         done = [list(p.verified) for p in self.parts]
+        self.kept = whole(self.kept, done)
         needs = [part.live((first, tokens), tokens) for part in parts]
         starts = done or [[need[0]] * len(part.layers) for need, part in zip(needs, parts, strict=True)]
         self.parts = [
@@ -101,6 +116,7 @@ class InLeg:
             chunk = self._next(message)
         elif (chunk.pair, chunk.layers, chunk.tokens) != (message.pair, message.layers, message.tokens):
             raise ProtocolError(f"{self.peer}: chunk {message.seq} of {name!r} is another one the second time")
+        chunk.nbytes, chunk.digest = message.nbytes, message.digest
         self.wire_bytes += message.nbytes
         self.checking[message.seq] = chunk
         return Check(
@@ -140,6 +156,7 @@ class InLeg:
 
     def verify(self, chunk: Chunk) -> None:
         """Note a chunk that is what was sent: a layer is verified up to where its first unverified chunk begins."""
+        self.kept.append(chunk)
         progress = self.parts[chunk.pair]
         open_ = [c for c in (*self.checking.values(), *self.again.values()) if c.pair == chunk.pair]
         for layer in range(*chunk.layers):

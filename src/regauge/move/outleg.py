@@ -12,6 +12,7 @@ from typing import Literal
 
 from regauge.errors import ProtocolError
 from regauge.move import messages as m
+from regauge.move.counted import Counted, within
 from regauge.move.protocol import LegState, Part, Range
 
 
@@ -70,6 +71,8 @@ class OutLeg:
     parts: list[Progress] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
     """All of this epoch, by seq."""
+    earlier: Counted = field(default_factory=Counted)
+    """What counts of the epochs before."""
     flight: dict[int, Chunk] = field(default_factory=dict)
     """Being written, or landed and not announced, by seq."""
     again: deque[int] = field(default_factory=deque)
@@ -108,6 +111,18 @@ class OutLeg:
         """Whether everything of this epoch has been written and announced."""
         return not (self.flight or self.again) and all(at == p.need[1] for p in self.parts for at in p.sent)
 
+    @property
+    def counted(self) -> Counted:
+        """What counts of it once decode has committed: see `counted.py`."""
+        return self._sum(self.earlier, self.chunks)
+
+    @staticmethod
+    def _sum(total: Counted, chunks: list[Chunk]) -> Counted:
+        for word in (c.written for c in chunks):
+            if word is not None:
+                total = total.chunk(word.nbytes, word.digest)
+        return total
+
     def granted(self, grant: m.Grant, parts: tuple[Part, ...], tokens: int, renew_at: float) -> None:
         """Begin an epoch. Raises ProtocolError for a grant that does not fit the parts."""
         if any(part.group >= len(grant.tables) for part in parts) or grant.first > tokens:
@@ -122,6 +137,7 @@ class OutLeg:
             raise ProtocolError(
                 f"{self.peer} says that tokens of {grant.transfer!r} have arrived which it never wanted"
             )
+        self.earlier = self._sum(self.earlier, [c for c in self.chunks if within(c, done)]) if grant.done else Counted()
         self.state, self.grant, self.credit = "granted", grant, grant.credit
         self.nic = 0
         self.parts = [Progress(need, list(at), list(at)) for need, at in zip(needs, done, strict=True)]

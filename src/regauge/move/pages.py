@@ -1,10 +1,12 @@
 """Who owns which page of a KV pool. No I/O, no time.
 
     FREE -> LEASED -> COMMITTED -> FREE
-              `----> QUARANTINED -> FREE
+              |`----> QUARANTINED -> FREE
+              `-----> CACHED ------> FREE
 
 A leased page may be written by its owner's transfer. A quarantined page belongs to a transfer that failed while a write could
-still land; it is freed only when the writer has been fenced. A committed page is read by the engine.
+still land; it is freed only when the writer has been fenced. A committed page is read by the engine. A cached page belongs to nobody:
+nothing writes it any more, and whoever keeps the cache (`engines/local/prefix.py`) knows who reads it.
 """
 
 from __future__ import annotations
@@ -41,11 +43,17 @@ class PagePool:
         self.page_size = page_size
         self._free = list(range(pages - 1, -1, -1))
         self._owned: dict[str, tuple[State, list[int]]] = {}
+        self._cached: set[int] = set()
 
     @property
     def free(self) -> int:
         """Number of free pages."""
         return len(self._free)
+
+    @property
+    def cached(self) -> int:
+        """Number of cached pages."""
+        return len(self._cached)
 
     def pages_for(self, tokens: int) -> int:
         """Return the number of pages that hold so many tokens."""
@@ -77,6 +85,25 @@ class PagePool:
             raise ProtocolError(f"{owner!r} owns no pages") from None
         self._free.extend(reversed(taken))
 
+    def cache(self, owner: str, pages: Sequence[int]) -> None:
+        """Take written pages from their owner for the cache; nothing may write them any more.
+
+        Raises ProtocolError for pages that it does not own, or that a transfer may write still.
+        """
+        state, taken = self._owned.get(owner, ("leased", []))
+        gone = set(pages)
+        if state == "quarantined" or not gone <= set(taken) or len(gone) != len(pages):
+            raise ProtocolError(f"{owner!r} owns no such pages that can be cached: {list(pages)}")
+        self._owned[owner] = (state, [page for page in taken if page not in gone])
+        self._cached |= gone
+
+    def uncache(self, pages: Sequence[int]) -> None:
+        """Free cached pages that nobody reads. Raises ProtocolError for others."""
+        if len(set(pages)) != len(pages) or not self._cached.issuperset(pages):
+            raise ProtocolError(f"not all of these pages are cached: {list(pages)}")
+        self._cached.difference_update(pages)
+        self._free.extend(reversed(pages))
+
     def owned(self, owner: str) -> list[int]:
         """Return an owner's pages, in order. Raises ProtocolError if it owns none."""
         if owner not in self._owned:
@@ -94,7 +121,7 @@ class PagePool:
 
     def check_integrity(self) -> None:
         """Raise ProtocolError if a page is lost or owned twice."""
-        everything = sorted([*self._free, *(p for _, taken in self._owned.values() for p in taken)])
+        everything = sorted([*self._free, *self._cached, *(p for _, taken in self._owned.values() for p in taken)])
         if everything != list(range(self.pages)):
             raise ProtocolError(
                 f"{self.pages} pages, but {len(everything)} are accounted for, {len(set(everything))} of them once"

@@ -23,12 +23,14 @@ until no write reads them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import msgspec
 
 from regauge.move import messages as m
+from regauge.move.counted import Counted
 
 Range = tuple[int, int]
 
@@ -111,6 +113,28 @@ class Delivered:
     wire_bytes: int
     seconds: float
     """From the first grant (decode) or the first ready chunk (prefill) to the commit."""
+    counted: Counted = field(default_factory=Counted)
+    """What counts of `wire_bytes`, and the digest of all of it: the same at both ends."""
+
+
+class Leg(Protocol):
+    """A leg of either end."""
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that crossed."""
+
+    @property
+    def counted(self) -> Counted:
+        """What counts of it."""
+
+
+def delivered(transfer: str, handover: bytes, legs: Collection[Leg], seconds: float) -> Delivered:
+    """Return the end of a transfer that is complete on all its legs."""
+    counted = Counted()
+    for leg in legs:
+        counted += leg.counted
+    return Delivered(transfer, handover, sum(leg.wire_bytes for leg in legs), seconds, counted)
 
 
 @dataclass(frozen=True, slots=True)

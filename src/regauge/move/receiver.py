@@ -11,7 +11,7 @@ from regauge.move import messages as m
 from regauge.move.flow import ReceiverFlow
 from regauge.move.flow_types import Credit, Demand, FlowAction, Refuse
 from regauge.move.inleg import InLeg
-from regauge.move.protocol import Action, Check, Delivered, Failed, FenceLink, Part, Released, Send, TransferState
+from regauge.move.protocol import Action, Check, Failed, FenceLink, Part, Released, Send, TransferState, delivered
 
 MAX_EARLY = 10_000
 """Offers that wait for their request, and ends that are remembered."""
@@ -331,7 +331,7 @@ class Receiver:
             if leg.state == "granted":
                 actions.append(Send(leg.peer, m.Commit(name)))
         begun = t.granted_at if t.granted_at is not None else now
-        return [*actions, Delivered(name, t.handover, sum(leg.wire_bytes for leg in t.legs.values()), now - begun)]
+        return [*actions, delivered(name, t.handover, t.legs.values(), now - begun)]
 
     # ---- flow control: a leg is known there by its epoch ----
 

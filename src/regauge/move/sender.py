@@ -11,7 +11,6 @@ from regauge.move.flow_sender import Pace
 from regauge.move.outleg import LinkTerms, OutLeg
 from regauge.move.protocol import (
     Action,
-    Delivered,
     Failed,
     Granted,
     Range,
@@ -20,6 +19,7 @@ from regauge.move.protocol import (
     Send,
     TransferState,
     Write,
+    delivered,
 )
 
 MAX_LOSSES = 3
@@ -302,8 +302,7 @@ class Sender:
         if any(each.state != "over" for each in t.legs.values()):
             return []
         del self._outbound[name]
-        nbytes = sum(each.wire_bytes for each in t.legs.values())
-        return [Delivered(name, b"", nbytes, now - (t.started if t.started is not None else now))]
+        return [delivered(name, b"", t.legs.values(), now - (t.started if t.started is not None else now))]
 
     # ---- chunks ----
 

@@ -65,6 +65,7 @@ class PoolState(msgspec.Struct, frozen=True):
     leased: int
     committed: int
     quarantined: int
+    cached: int = 0
 
 
 class SessionState(msgspec.Struct, frozen=True):
@@ -121,7 +122,9 @@ class WorkerState(msgspec.Struct, frozen=True):
 def pool_states(pools: Iterable[PagePool]) -> list[PoolState]:
     """Count the pages of each pool by state."""
     return [
-        PoolState(p.pages, p.page_size, p.free, p.count("leased"), p.count("committed"), p.count("quarantined"))
+        PoolState(
+            p.pages, p.page_size, p.free, p.count("leased"), p.count("committed"), p.count("quarantined"), p.cached
+        )
         for p in pools
     ]
 

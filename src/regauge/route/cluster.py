@@ -157,29 +157,3 @@ class Refusal:
     """Predicted, if there was a worker for it."""
     role: Literal["prefill", "decode"] | None = None
     """What is lacking, for `no_worker` and `no_room`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """A worker has these blocks in its prefix cache from now on."""
-
-    seq: int
-    hashes: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Removed:
-    """A worker has evicted these blocks."""
-
-    seq: int
-    hashes: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Cleared:
-    """A worker's prefix cache is empty, or will be told anew from here on."""
-
-    seq: int
-
-
-CacheEvent = Stored | Removed | Cleared

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from regauge.route.cluster import CacheEvent, Cleared, Removed, Stored
+from regauge.blocks import CacheEvent, Cleared, Removed, Stored
 
 FIRST_SEQ = 1
 """A stream of events begins with this number at most, or with `Cleared`; otherwise something was missed."""

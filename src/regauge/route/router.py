@@ -15,20 +15,10 @@ from math import inf
 from random import Random
 from typing import Final, Literal
 
+from regauge.blocks import CacheEvent
 from regauge.config_route import RouteConfig
 from regauge.route import admission
-from regauge.route.cluster import (
-    CacheEvent,
-    Candidate,
-    Cause,
-    Link,
-    Load,
-    Outcome,
-    Refusal,
-    Request,
-    Route,
-    Worker,
-)
+from regauge.route.cluster import Candidate, Cause, Link, Load, Outcome, Refusal, Request, Route, Worker
 from regauge.route.health import Breaker
 from regauge.route.model import Estimate, View, estimate
 from regauge.route.nic import Flow

@@ -41,7 +41,7 @@ class Access:
             tenant = self._enter(scope)
         except ApiError as error:
             state["summary"] = {observe.ERROR: str(error)}
-            response = error_response(error)
+            response = error_response(error, scope["path"], state.get("request_id", ""))
             if error.status == 401:
                 response.headers["www-authenticate"] = "Bearer"
             await response(scope, receive, send)

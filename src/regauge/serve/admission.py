@@ -4,46 +4,67 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from dataclasses import dataclass, field
 
+from regauge.engines.local.prefix import Leased, PrefixCache, Prompt
 from regauge.errors import RegaugeError
-from regauge.move.pages import PagePool
+
+
+@dataclass(eq=False)
+class _Waiting:
+    owner: str
+    count: int
+    prompt: Prompt | None
+    future: asyncio.Future[Leased] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
 class Admission:
-    """A first-come first-served queue in front of a page pool. Belongs to one event loop."""
+    """A first-come first-served queue in front of a page pool and its cache. Belongs to one event loop."""
 
-    def __init__(self, pool: PagePool) -> None:
-        self._pool = pool
-        self._queue: deque[tuple[str, int, asyncio.Future[list[int]]]] = deque()
+    def __init__(self, cache: PrefixCache) -> None:
+        self._cache = cache
+        self._queue: deque[_Waiting] = deque()
 
     @property
     def waiting(self) -> int:
         """Requests that wait for pages."""
         return len(self._queue)
 
-    async def lease(self, owner: str, count: int) -> list[int]:
-        """Wait for so many pages, and take them. A caller that is cancelled has none. Raises as `PagePool.lease`."""
-        future: asyncio.Future[list[int]] = asyncio.get_running_loop().create_future()
-        entry = (owner, count, future)
+    async def lease(self, owner: str, count: int, prompt: Prompt | None = None) -> Leased:
+        """Wait for so many pages, and take them; with a prompt, as many of them as can be hold its beginning already.
+
+        A caller that is cancelled has none. Raises as `PrefixCache.lease`.
+        """
+        entry = _Waiting(owner, count, prompt)
         self._queue.append(entry)
         self.pump()
         try:
-            return await future
+            return await entry.future
         except asyncio.CancelledError:
-            if future.done() and not future.cancelled():
-                self._pool.release(owner)
+            if entry.future.done() and not entry.future.cancelled():
+                self._cache.release(owner)
             elif entry in self._queue:
                 self._queue.remove(entry)
             self.pump()
             raise
 
+    def release(self, owner: str) -> None:
+        """Neither the engine nor a transfer touches a request's pages any more: they are free, or stay in the cache."""
+        self._cache.release(owner)
+        self.pump()
+
     def pump(self) -> None:
-        """Serve the queue's head for as long as its pages are free. Call this when pages have been released."""
-        while self._queue and self._queue[0][1] <= self._pool.free:
-            owner, count, future = self._queue.popleft()
-            if future.done():
-                continue
+        """Serve the queue's head for as long as its pages can be had. Call this when pages have been released otherwise."""
+        while self._queue:
+            entry = self._queue[0]
             try:
-                future.set_result(self._pool.lease(owner, count))
+                leased = None if entry.future.done() else self._cache.lease(entry.owner, entry.count, entry.prompt)
             except RegaugeError as error:  # its own fault, and not that of whoever calls
-                future.set_exception(error)
+                self._queue.popleft()
+                entry.future.set_exception(error)
+                continue
+            if leased is not None:
+                entry.future.set_result(leased)
+            elif not entry.future.done():
+                return
+            self._queue.popleft()

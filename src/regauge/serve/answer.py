@@ -10,10 +10,10 @@ import asyncio
 import re
 import secrets
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Iterable, Mapping
 from contextlib import aclosing
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
@@ -22,9 +22,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from regauge import observe
 from regauge.errors import RegaugeError
 from regauge.observe import Metrics, get_logger
+from regauge.serve import anthropic
+from regauge.serve.failures import api_error, too_many
 from regauge.serve.openai import SERVER_ERROR, ApiError
-from regauge.serve.relay import Job, api_error, too_many
-from regauge.serve.replies import Delta, Writer, error_event
+from regauge.serve.relay import Job
+from regauge.serve.replies import Delta, Usage
+from regauge.serve.tenants import Grant
 
 JSON: Final = "application/json"
 SLOW_READER_S: Final = 5.0
@@ -101,15 +104,33 @@ class House:
         (self._empty.clear if self._choices else self._empty.set)()
 
 
+class Writer(Protocol):
+    """How an API writes an answer: what each dialect has one of."""
+
+    def chunks(self, delta: Delta) -> bytes:
+        """Return the server-sent events of one step."""
+
+    def end(self, usage: Usage) -> bytes:
+        """Return the end of a stream."""
+
+    def failed(self, error: ApiError) -> bytes:
+        """Return the server-sent event that ends a stream which failed."""
+
+    def whole(self, deltas: Iterable[Delta], usage: Usage) -> bytes:
+        """Return the body of an answer that is not streamed."""
+
+    def refusal(self, error: ApiError) -> bytes:
+        """Return the body of an error."""
+
+
 class Answer:
     """Sends a job's answer, as an ASGI app; leaves the house when it is over."""
 
-    def __init__(self, job: Job, writer: Writer, house: House, *, stream: bool, path: str, limit_s: float) -> None:
+    def __init__(self, job: Job, writer: Writer, house: House, *, stream: bool, limit_s: float) -> None:
         self._job = job
         self._writer = writer
         self._house = house
         self._stream = stream
-        self._path = path
         self._limit_s = limit_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -132,12 +153,16 @@ class Answer:
             finally:  # also where the server cuts this short: a job that never left would keep the house open
                 self._house.leave(self._job)
                 self._note(summary)
+                if isinstance(granted := scope["state"].get("grant"), Grant):
+                    granted.used = self._job.usage().total_tokens
 
     def _note(self, summary: dict[str, object]) -> None:
         tally, usage = self._job.tally, self._job.usage()
         summary |= {
-            observe.PATH: self._path,
+            observe.PATH: tally.path,
             observe.MODE: tally.mode,
+            observe.PLACED: tally.route.header if tally.route else None,
+            observe.ATTEMPTS: tally.attempts,
             observe.WIRE_BYTES: tally.wire_bytes,
             observe.PROMPT_TOKENS: usage.prompt_tokens,
             observe.COMPLETION_TOKENS: usage.completion_tokens,
@@ -160,10 +185,10 @@ class Answer:
         except _ClientGone as gone:
             return gone
         except RegaugeError as error:
-            await _reply(send, api_error(error))
+            await self._refuse(send, api_error(error))
             return error
         body = self._writer.whole(gathered, self._job.usage())
-        headers = {"content-type": JSON, "content-length": str(len(body)), "x-regauge-path": self._path}
+        headers = {"content-type": JSON, "content-length": str(len(body)), **self._job.told()}
         await _begin(send, 200, headers)
         await _part(send, body, last=True)
         return None
@@ -174,7 +199,7 @@ class Answer:
             async with aclosing(self._job.deltas()) as deltas:
                 async for batch in deltas:
                     if not begun:
-                        await _begin(send, 200, {**_STREAM, "x-regauge-path": self._path})
+                        await _begin(send, 200, {**_STREAM, **self._job.told()})
                         begun = True
                     await _part(send, b"".join(self._writer.chunks(delta) for delta in batch))
                 self._house.leave(self._job)
@@ -182,12 +207,17 @@ class Answer:
             return gone
         except RegaugeError as error:
             if begun:
-                await _part(send, error_event(api_error(error)), last=True)
+                await _part(send, self._writer.failed(api_error(error)), last=True)
             else:
-                await _reply(send, api_error(error))
+                await self._refuse(send, api_error(error))
             return error
         await _part(send, self._writer.end(self._job.usage()), last=True)
         return None
+
+    async def _refuse(self, send: Send, error: ApiError) -> None:
+        body = self._writer.refusal(error)
+        await _begin(send, error.status, {"content-type": JSON, "content-length": str(len(body)), **error.headers()})
+        await _part(send, body, last=True)
 
 
 class Envelope:
@@ -228,9 +258,10 @@ class Envelope:
             line("request", **{observe.SECONDS: _rounded(time.monotonic() - begun)}, **state.get("summary", {}))
 
 
-def error_response(error: ApiError) -> Response:
-    """Return an error as the API writes it."""
-    return Response(error.body(), error.status, error.headers(), JSON)
+def error_response(error: ApiError, path: str = "", request_id: str = "") -> Response:
+    """Return an error as the API of a path writes it."""
+    body = anthropic.error_body(error, request_id) if anthropic.speaks(path) else error.body()
+    return Response(body, error.status, error.headers(), JSON)
 
 
 def closing() -> ApiError:
@@ -254,9 +285,3 @@ async def _begin(send: Send, status: int, headers: Mapping[str, str]) -> None:
 
 async def _part(send: Send, body: bytes, *, last: bool = False) -> None:
     await send({"type": "http.response.body", "body": body, "more_body": not last})
-
-
-async def _reply(send: Send, error: ApiError) -> None:
-    body = error.body()
-    await _begin(send, error.status, {"content-type": JSON, "content-length": str(len(body)), **error.headers()})
-    await _part(send, body, last=True)

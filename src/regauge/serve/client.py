@@ -10,6 +10,7 @@ from typing import Final
 import aiohttp
 import msgspec
 
+from regauge.blocks import CacheNews
 from regauge.errors import ProtocolError
 from regauge.move.state import WorkerState
 from regauge.serve import wire
@@ -20,6 +21,8 @@ ABORT_S: Final = 2.0
 
 class WorkerClient(Connection):
     """One worker of our own."""
+
+    signs = True
 
     async def _health(self) -> wire.Health:
         async with self.call("GET", wire.HEALTH_PATH, None) as answer:
@@ -55,6 +58,17 @@ class WorkerClient(Connection):
         deadline = asyncio.get_running_loop().time() + ABORT_S
         async with self.call("DELETE", f"{wire.REQUESTS_PATH}/{request_id}", deadline) as answer:
             return (await self.read(answer, wire.Aborted, deadline)).found
+
+    async def cache(self, since: int, instance: str, deadline: float) -> CacheNews:
+        """Ask what its prefix cache has gained and lost. Raises as `debug`."""
+        async with self.call("GET", f"{wire.CACHE_PATH}?since={since}&instance={instance}", deadline) as answer:
+            return await self.read(answer, CacheNews, deadline)
+
+    async def receipts(self, since: int, deadline: float) -> wire.Receipts:
+        """Ask for its receipts after a number. Raises as `debug`."""
+        path = f"{wire.RECEIPTS_PATH}?since={since}&limit={wire.MAX_RECEIPTS}"
+        async with self.call("GET", path, deadline) as answer:
+            return await self.read(answer, wire.Receipts, deadline)
 
     async def debug(self, limit: int, deadline: float | None) -> WorkerState:
         """As `Connection.debug`."""

@@ -66,7 +66,11 @@ class Connection(abc.ABC):
     """
 
     computes = False
-    """Whether a decode worker can compute a prompt itself, where no KV comes."""
+    """Whether a decode worker can compute a prompt itself, where no KV comes, whatever its health says."""
+    signs = False
+    """Whether it makes receipts."""
+    continues = True
+    """Whether a decode worker goes on from the first token that prefill has sampled, and does not sample one itself."""
 
     def __init__(self, address: wire.WorkerAddress, token: str) -> None:
         self.address = address

@@ -6,39 +6,25 @@ import asyncio
 import re
 import secrets
 import time
-from collections.abc import AsyncIterator, Iterable
-from contextlib import asynccontextmanager
+from collections.abc import Iterable
 from typing import Final
 
 import msgspec
-from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from regauge import __version__
 from regauge.config import ServeConfig
-from regauge.engines.sglang import room
-from regauge.errors import ProtocolError
-from regauge.move.state import shown
-from regauge.observe import Metrics, get_logger
-from regauge.serve import wire
+from regauge.serve import anthropic, openapi
 from regauge.serve.answer import JSON, SLOW_READER_S, Answer, House
-from regauge.serve.debug import Overview, is_loopback
-from regauge.serve.openai import (
-    COMPLETION_MAX_TOKENS,
-    SERVER_ERROR,
-    ApiError,
-    Ask,
-    bad,
-    parse_chat,
-    parse_completion,
-)
-from regauge.serve.pairing import Pairing
-from regauge.serve.relay import UNAVAILABLE, Choice, Job
-from regauge.serve.replies import Writer
-from regauge.serve.text import TemplateError, Tokenizer
-from regauge.serve.workers import Worker, Workers, view
+from regauge.serve.cards import ModelCard, ModelList
+from regauge.serve.choice import Choice
+from regauge.serve.dialects import writer_for
+from regauge.serve.failures import unavailable
+from regauge.serve.openai import COMPLETION_MAX_TOKENS, ApiError, Ask, Messages, bad, parse_chat, parse_completion
+from regauge.serve.relay import Job, Service
+from regauge.serve.tenants import Tenant, Tenants
+from regauge.serve.text import TemplateError
 
 LONG_TEXT: Final = 16_384
 """Characters from which on a request is tokenised in a thread: the event loop must not stand still."""
@@ -50,25 +36,15 @@ _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 class Gateway:
     """The endpoints."""
 
-    def __init__(
-        self,
-        config: ServeConfig,
-        tokenizer: Tokenizer,
-        workers: Workers,
-        metrics: Metrics,
-        *,
-        model: str,
-        pairing: Pairing,
-    ) -> None:
-        self.house = House(config.limits.max_queue, metrics)
+    def __init__(self, config: ServeConfig, service: Service, house: House, tenants: Tenants) -> None:
         self._limits = config.limits
-        self._tokenizer = tokenizer
-        self._workers = workers
-        self._metrics = metrics
-        self._model = model
-        self._pairing = pairing
+        self._service = service
+        self._house = house
+        self._tenants = tenants
+        self._tokenizer = service.tokenizer
         self._created = int(time.time())
-        own = tokenizer.max_context
+        self._document = openapi.document(service.model)
+        own = service.tokenizer.max_context
         engines = min(config.prefill.max_context, config.decode.max_context)
         self._context = engines if own is None else min(engines, own)
 
@@ -77,33 +53,12 @@ class Gateway:
         return [
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
             Route("/v1/completions", self.complete, methods=["POST"]),
+            Route(anthropic.MESSAGES, self.messages, methods=["POST"]),
+            Route(anthropic.COUNT, self.count_tokens, methods=["POST"]),
             Route("/v1/models", self.models),
             Route("/v1/models/{id:path}", self.model),
-            Route("/health", self.health),
-            Route("/ready", self.ready),
-            Route("/metrics", self.scrape),
-            Route("/version", self.version),
-            Route(wire.DEBUG_PATH, self.debug),
+            Route(openapi.PATH, self.document),
         ]
-
-    @asynccontextmanager
-    async def lifespan(self, _: Starlette) -> AsyncIterator[None]:
-        """Watch the workers while the app runs; end what is left when it stops."""
-        both = self._workers.both()
-        await asyncio.gather(*(worker.poll() for worker in both))
-        watches = [asyncio.create_task(worker.watch()) for worker in both]
-        watches.append(asyncio.create_task(self._pairing.learn()))
-        for watch in watches:
-            watch.add_done_callback(_watch_ended)
-        try:
-            yield
-        finally:
-            await self.house.drain(0)
-            for watch in watches:
-                watch.cancel()
-            await asyncio.gather(*watches, return_exceptions=True)
-            for worker in both:
-                await worker.client.close()
 
     async def chat(self, request: Request) -> Answer:
         """`POST /v1/chat/completions`."""
@@ -113,75 +68,40 @@ class Gateway:
         """`POST /v1/completions`."""
         return await self._answer(request, parse_completion(await self._body(request)))
 
-    async def models(self, _: Request) -> Response:
-        """`GET /v1/models`."""
-        return _json({"object": "list", "data": [self._card()]})
+    async def messages(self, request: Request) -> Answer:
+        """`POST /v1/messages`."""
+        return await self._answer(request, anthropic.parse_messages(await self._body(request)))
+
+    async def count_tokens(self, request: Request) -> Response:
+        """`POST /v1/messages/count_tokens`."""
+        model, messages = anthropic.parse_count(await self._body(request))
+        self._check_model(request, model)
+        long = sum(len(message["content"]) + PIECE for message in messages) > LONG_TEXT
+        ids = await asyncio.to_thread(self._encode_chat, messages) if long else self._encode_chat(messages)
+        return _json(anthropic.TokenCount(len(ids)))
+
+    async def models(self, request: Request) -> Response:
+        """`GET /v1/models`: those that the tenant may use."""
+        tenant: Tenant = request.state.tenant
+        return _json(ModelList(data=[self._card()] if tenant.allows(self._service.model) else []))
 
     async def model(self, request: Request) -> Response:
         """`GET /v1/models/{id}`."""
-        self._check_model(request.path_params["id"])
+        self._check_model(request, request.path_params["id"])
         return _json(self._card())
 
-    async def health(self, _: Request) -> Response:
-        """`GET /health`: this process is alive."""
-        return _json({"status": "ok"})
+    async def document(self, _: Request) -> Response:
+        """`GET /openapi.json`."""
+        return Response(self._document, media_type=JSON)
 
-    async def ready(self, _: Request) -> Response:
-        """`GET /ready`: requests can be served; else 503. The body names a worker that does not answer, and since when.
+    def _card(self) -> ModelCard:
+        return ModelCard(id=self._service.model, created=self._created, max_model_len=self._context)
 
-        Where decode computes prompts itself for want of a prefill worker, the status is "degraded".
-        """
-        workers = [
-            {
-                "name": worker.client.name,
-                "role": worker.client.role,
-                "up": worker.up,
-                "since": worker.since.isoformat(timespec="milliseconds"),
-                "reason": worker.reason,
-            }
-            for worker in self._workers.both()
-        ]
-        ready = not (self.house.draining or self._pairing.refused or self._workers.fault())
-        status = "ready" if all(worker.usable for worker in self._workers.both()) else "degraded"
-        return _json({"status": status if ready else "unavailable", "workers": workers}, 200 if ready else 503)
-
-    async def scrape(self, _: Request) -> Response:
-        """`GET /metrics`, for Prometheus."""
-        text, kind = self._metrics.exposition()
-        return Response(text, media_type=kind)
-
-    async def version(self, _: Request) -> Response:
-        """`GET /version`."""
-        pair = {"path": self._pairing.verdict.path, "text": self._pairing.verdict.text}
-        return _json({"version": __version__, "model": self._model, "verdict": pair})
-
-    async def debug(self, request: Request) -> Response:
-        """`GET /debug/transfers`: how transfers, links and pools of all workers stand; for this machine only."""
-        if not is_loopback(request.client.host if request.client else ""):
-            message = f"{wire.DEBUG_PATH} answers on loopback alone: ask on the gateway's machine, as by ssh"
-            raise ApiError(403, message, code="loopback_only")
-        limit = request.query_params.get("limit")
-        try:
-            count = shown(limit)
-        except ProtocolError as error:
-            raise bad("limit", str(error)) from error
-        views = await asyncio.gather(*(view(worker, count) for worker in self._workers.both()))
-        pair = self._pairing.verdict.path
-        overview = Overview(__version__, self._model, pair, self.house.choices, time.time(), list(views))
-        return Response(msgspec.json.encode(overview), media_type=JSON)
-
-    def _card(self) -> dict[str, object]:
-        return {
-            "id": self._model,
-            "object": "model",
-            "created": self._created,
-            "owned_by": "regauge",
-            "max_model_len": self._context,
-        }
-
-    def _check_model(self, name: str) -> None:
-        if name != self._model:
-            message = f"the model {name!r} does not exist; this server has {self._model!r}"
+    def _check_model(self, request: Request, name: str) -> None:
+        tenant: Tenant = request.state.tenant
+        if name != self._service.model or not tenant.allows(name):
+            has = repr(self._service.model) if tenant.allows(self._service.model) else "none for this API key"
+            message = f"the model {name!r} does not exist; this server has {has}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
     async def _body(self, request: Request) -> bytes:
@@ -205,18 +125,14 @@ class Gateway:
         return b"".join(parts)
 
     async def _answer(self, request: Request, ask: Ask) -> Answer:
-        self._check_model(ask.model)
+        self._check_model(request, ask.model)
         count = 1 if ask.chat else len(ask.prompts)
         if count * ask.n > self._limits.max_queue:
             raise bad("prompt", f"{count} prompts x n={ask.n} is more than {self._limits.max_queue} requests")
         long = sum(len(piece) + PIECE for piece in _pieces(ask)) > LONG_TEXT
         prompts = await asyncio.to_thread(self._encode, ask) if long else self._encode(ask)
         budgets = [self._budget(ids, ask, index) for index, ids in enumerate(prompts)]
-        if (missing := self._workers.fault()) is not None:
-            raise _fault(missing)
-        if self._pairing.refused:
-            message = f"the pair of engines is refused: {self._pairing.verdict.text}"
-            raise ApiError(503, message, type=SERVER_ERROR, code="pair_refused")
+        self._check_service()
         request_id: str = request.state.request_id
         salt = secrets.token_hex(4)  # a client may send the same X-Request-Id twice
         choices = [
@@ -224,7 +140,6 @@ class Gateway:
                 index=prompt * ask.n + nth,
                 prompt=prompt,
                 request_id=f"{request_id}-{salt}-{prompt * ask.n + nth}",
-                transfer_id=room.new_transfer(),
                 token_ids=ids,
                 sampling=ask.sampling_for(budgets[prompt], nth),
                 stops=ask.stops,
@@ -232,47 +147,41 @@ class Gateway:
             for prompt, ids in enumerate(prompts)
             for nth in range(ask.n)
         ]
+        tenant: Tenant = request.state.tenant
+        most = sum(len(choice.token_ids) + choice.sampling.max_tokens for choice in choices)
+        request.scope["state"]["grant"] = self._tenants.take(tenant, most)
         headers = {"X-Request-Id": request_id}
         if _TRACEPARENT.fullmatch(trace := request.headers.get("traceparent", "")):
             headers["traceparent"] = trace
-        job = Job(
-            choices,
-            self._workers,
-            self._tokenizer,
-            self._metrics,
-            limit_s=self._limits.request_timeout_s,
-            wait_s=self._limits.prefill_wait_s,
-            headers=headers,
-            spawn=self.house.spawn,
-        )
-        echo = [self._tokenizer.decode(p) if isinstance(p, list) else p for p in ask.prompts] if ask.echo else []
-        writer = Writer(
-            id=f"{'chatcmpl' if ask.chat else 'cmpl'}-{secrets.token_hex(12)}",
-            created=int(time.time()),
-            model=self._model,
-            fingerprint=f"regauge-{self._pairing.verdict.path}",
-            chat=ask.chat,
-            usage_chunk=ask.include_usage,
-            logprobs=ask.sampling.logprobs is not None,
+        job = Job(choices, self._service, tenant=tenant.name, priority=tenant.priority, headers=headers)
+        writer = writer_for(
+            ask,
             tokenizer=self._tokenizer,
-            echo=tuple(text for text in echo for _ in range(ask.n)),
+            model=self._service.model,
+            fingerprint=f"regauge-{self._service.fleet.verdict.path}",
+            request_id=request_id,
+            prompts=prompts,
         )
-        self.house.enter(job)
+        self._house.enter(job)
+        self._service.names.add(request_id, [choice.request_id for choice in choices])
         return Answer(
             job,
             writer,
-            self.house,
+            self._house,
             stream=ask.stream,
-            path=self._pairing.verdict.path,
             limit_s=self._limits.request_timeout_s + SLOW_READER_S,
         )
 
+    def _check_service(self) -> None:
+        """Raise ApiError (503) where no request can be served, or none could be billed."""
+        if fault := self._service.fleet.fault():
+            raise unavailable(fault)
+        if self._service.meter is not None and (trouble := self._service.meter.trouble):
+            raise unavailable(f"the meter takes nothing: {trouble}", retry_after_s=5)
+
     def _encode(self, ask: Ask) -> list[list[int]]:
         if ask.chat:
-            try:
-                return [self._tokenizer.encode_chat(ask.messages)]
-            except TemplateError as error:
-                raise bad("messages", str(error)) from error
+            return [self._encode_chat(ask.messages)]
         size = self._tokenizer.vocab_size
         prompts = []
         for index, prompt in enumerate(ask.prompts):
@@ -284,6 +193,12 @@ class Gateway:
                 where = "prompt" if len(ask.prompts) == 1 else f"prompt[{index}]"
                 raise bad(where, f"token ids go up to {size - 1}")
         return prompts
+
+    def _encode_chat(self, messages: Messages) -> list[int]:
+        try:
+            return self._tokenizer.encode_chat(messages)
+        except TemplateError as error:
+            raise bad("messages", str(error)) from error
 
     def _budget(self, ids: list[int], ask: Ask, prompt: int) -> int:
         """Return the most tokens to generate after a prompt."""
@@ -307,21 +222,6 @@ class Gateway:
 
 def _pieces(ask: Ask) -> Iterable[str | list[int]]:
     return (message["content"] for message in ask.messages) if ask.chat else ask.prompts
-
-
-def _watch_ended(watch: asyncio.Task[None]) -> None:
-    if not watch.cancelled() and (error := watch.exception()) is not None:
-        get_logger().error("a watch over the workers broke; their state is no longer known", exc_info=error)
-
-
-def _fault(worker: Worker) -> ApiError:
-    """Return what a client is told while a worker that is needed takes no requests."""
-    who = f"{worker.client.role} worker {worker.client.name}"
-    if worker.up:
-        return ApiError(503, f"{who} is shutting down", type=SERVER_ERROR, code=UNAVAILABLE)
-    since = worker.since.isoformat(timespec="seconds")
-    message = f"{who} is not available since {since}: {worker.reason}"
-    return ApiError(503, message, type=SERVER_ERROR, code=UNAVAILABLE)
 
 
 def _json(value: object, status: int = 200) -> Response:

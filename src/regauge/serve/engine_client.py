@@ -80,7 +80,7 @@ class EngineClient(Connection):
                         tokens, reason = ([], None) if data is None else self._take(data, count, body.sampling.logprobs)
                         for token in tokens:
                             if not count and body.prefill and self._told:  # beside the stream: it has ended by now
-                                telling = asyncio.create_task(self._arrival(body.transfer_id))
+                                telling = asyncio.create_task(self.arrival(body.transfer_id))
                             count += 1
                             yield token
                         if reason is not None:
@@ -136,8 +136,10 @@ class EngineClient(Connection):
         async with self.call("GET", rank + path, deadline, headers=self._shown, secure=self._tls) as answer:
             return await self.read(answer, kind, deadline)
 
-    async def _arrival(self, transfer: str) -> wire.TransferEvent | None:
-        """Ask what became of a transfer. A failed one the engine has made up for: it is logged."""
+    async def arrival(self, transfer: str) -> wire.TransferEvent | None:
+        """Ask what became of a transfer; None: it is not known. A failed one the engine has made up for: it is logged."""
+        if not self._told:
+            return None
         deadline = asyncio.get_running_loop().time() + STATUS_S
         path = f"{status.TRANSFERS_PATH}{transfer}"
         try:

@@ -1,16 +1,18 @@
-"""The gateway's process: an OpenAI-compatible front over one prefill and one decode worker.
+"""The gateway's process: the APIs that clients speak, over a fleet of prefill and decode workers.
 
 The life of a request:
 
-1. The body is read, up to `limits.max_body_bytes`, and checked (`openai.py`); the model's name must be ours.
+1. The API key says who asks (`access.py`). The body is read, up to `limits.max_body_bytes`, and checked (`openai.py`, `anthropic.py`); the
+   model's name must be ours.
 2. The chat template is applied and the text tokenised (`text.py`).
 3. Prompt and answer must fit the context. An answer length that the client did not give is cut to fit.
-4. Admission: every choice counts against `limits.max_queue`, and both workers must be up.
-5. Both workers get each choice at the same time, and the decode worker's tokens come back (`relay.py`).
-6. They become text, whole or as server-sent events (`replies.py`). The HTTP status is sent with the first of it, so
+4. Admission: the tenant's limits (`tenants.py`), then every choice counts against `limits.max_queue`.
+5. The router (`route/`) places each choice on a prefill and a decode worker, or refuses it; both get it at the same time, and the decode
+   worker's tokens come back (`relay.py`, `attempt.py`). Where a worker fails it, it is tried elsewhere, or another goes on with it.
+6. They become text, whole or as server-sent events (`dialects.py`). The HTTP status is sent with the first of it, so
    that a request which fails before its first token is answered with its own status, streamed or not.
 7. A client that goes away ends its request on both workers.
-8. One log line says what became of it.
+8. One log line says what became of it, and receipts what it used (`metering.py`).
 
 Run as `python -m regauge.serve.gateway SPEC.json` (`wire.GatewaySpec`).
 """
@@ -18,14 +20,11 @@ Run as `python -m regauge.serve.gateway SPEC.json` (`wire.GatewaySpec`).
 from __future__ import annotations
 
 import asyncio
-import errno
-import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Final
 
-import uvicorn
 import uvloop
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -37,82 +36,66 @@ from regauge import __version__, observe
 from regauge.config import ServeConfig
 from regauge.errors import ConfigError
 from regauge.layout import files
-from regauge.layout.spec import Layout
 from regauge.move.tls import from_config
 from regauge.observe import Metrics, setup_logging
+from regauge.route.router import Router
 from regauge.serve import wire
 from regauge.serve.access import Access
 from regauge.serve.answer import Envelope, House, error_response
 from regauge.serve.endpoints import Gateway
+from regauge.serve.fleet import Fleet, dialer
+from regauge.serve.metering import Meter
+from regauge.serve.names import Names
 from regauge.serve.openai import SERVER_ERROR, ApiError
-from regauge.serve.pairing import Pairing
+from regauge.serve.operations import Operations
+from regauge.serve.pairing import Pairs
+from regauge.serve.relay import Service
+from regauge.serve.server import GRACE_S, Server, listen
 from regauge.serve.tenants import Tenants
 from regauge.serve.text import Tokenizer
-from regauge.serve.workers import Workers
-
-GRACE_S: Final = 10.0
-"""Seconds that running requests get to end by themselves when the gateway shuts down."""
-CLOSE_S: Final = 5.0
-BACKLOG: Final = 1_024
-PROXIES: Final = ["127.0.0.1", "::1", "::ffff:127.0.0.1"]
-"""Whose X-Forwarded-For counts: this machine's, however it is spelled. Else what a proxy passes on would look like this machine."""
 
 
 def build_app(
     config: ServeConfig,
     tokenizer: Tokenizer,
-    workers: Workers,
+    fleet: Fleet,
     metrics: Metrics,
     *,
     model: str,
-    verdict: wire.VerdictInfo,
-    layouts: Mapping[str, Layout] | None = None,
     tenants: Tenants | None = None,
+    meter: Meter | None = None,
 ) -> Starlette:
-    """Return the gateway as an ASGI app; `app.state.house` is its `House`. Without `tenants` anybody may ask."""
+    """Return the gateway as an ASGI app; `app.state.house` is its `House`. Without `tenants` anybody may ask, without `meter` nothing is billed."""
     tenants = Tenants() if tenants is None else tenants
-    pairing = Pairing(workers, verdict, layouts)
-    gateway = Gateway(config, tokenizer, workers, metrics, model=model, pairing=pairing)
+    house = House(config.limits.max_queue, metrics)
+    service = Service(
+        fleet, tokenizer, metrics, meter, Names(config.route.keep_routes), model, house.spawn,
+        limit_s=config.limits.request_timeout_s, wait_s=config.limits.prefill_wait_s,
+    )  # fmt: skip
+    routes = Gateway(config, service, house, tenants).routes() + Operations(service, house, metrics).routes()
+
+    @asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        """Watch the workers while the app runs; end what is left when it stops."""
+        await fleet.start()
+        try:
+            yield
+        finally:
+            await house.drain(0)
+            await fleet.close()
+            if meter is not None:
+                await asyncio.to_thread(meter.close)
+
     app = Starlette(
-        routes=gateway.routes(),
+        routes=routes,
         middleware=[Middleware(Envelope, metrics=metrics), Middleware(Access, tenants=tenants)],
         exception_handlers={ApiError: _on_api_error, HTTPException: _on_http_error, Exception: _on_bug},
-        lifespan=gateway.lifespan,
+        lifespan=lifespan,
     )
-    app.state.house = gateway.house
+    app.state.house = house
     app.state.tenants = tenants
+    app.state.metrics = metrics
     return app
-
-
-class Server(uvicorn.Server):
-    """uvicorn for the gateway's app.
-
-    On a signal (or `should_exit`) it stops accepting; requests that outlive the grace get an error event, not a
-    broken connection.
-    """
-
-    def __init__(self, app: Starlette, grace_s: float = GRACE_S) -> None:
-        settings = uvicorn.Config(
-            app,
-            http="httptools",
-            ws="none",
-            lifespan="on",
-            log_config=None,
-            log_level="warning",
-            access_log=False,
-            server_header=False,
-            forwarded_allow_ips=PROXIES,
-            timeout_graceful_shutdown=int(grace_s + CLOSE_S),
-        )
-        super().__init__(settings)
-        self._house: House = app.state.house
-        self._grace_s = grace_s
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Close the listening sockets, drain the house, close the connections."""
-        drain = asyncio.create_task(self._house.drain(self._grace_s))
-        await super().shutdown(sockets)
-        await drain
 
 
 async def serve(app: Starlette, host: str, port: int, *, grace_s: float = GRACE_S) -> None:
@@ -129,22 +112,14 @@ def run_gateway(spec: wire.GatewaySpec) -> None:
     layouts = {name: files.decode(data, format="json") for name, data in spec.layouts.items()}
 
     async def run() -> None:
-        app = build_app(
-            config,
-            Tokenizer.load(Path(spec.model_folder)),
-            Workers.connect(
-                spec.workers,
-                spec.token,
-                metrics,
-                model=spec.model_name,
-                key=bytes.fromhex(spec.key),
-                tls=tls.client if tls else None,
-            ),
+        fleet = Fleet(
+            spec.workers,
+            dialer(spec.token, spec.model_name, bytes.fromhex(spec.key), tls.client if tls else None),
             metrics,
-            model=spec.model_name,
-            verdict=spec.verdict,
-            layouts=layouts,
+            Router(config.route, max_queue=config.limits.max_queue),
+            pairs=Pairs(layouts, spec.verdict),
         )
+        app = build_app(config, Tokenizer.load(Path(spec.model_folder)), fleet, metrics, model=spec.model_name)
         await serve(app, config.host, config.port)
 
     uvloop.run(run())
@@ -165,30 +140,10 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """Return a listening socket. Raises ConfigError: uvicorn would exit the process when the port is taken."""
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, socket.SOCK_STREAM)
-    except (OSError, UnicodeError) as error:  # the latter for a host name that cannot be one
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"host {host!r}: {reason}; choose another with --host") from error
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind(address)
-        listener.listen(BACKLOG)
-    except OSError as error:
-        listener.close()
-        taken = error.errno == errno.EADDRINUSE
-        reason = "is taken by another process" if taken else f"cannot be had: {error.strerror}"
-        raise ConfigError(f"port {port} on {host} {reason}; choose another with --port") from error
-    return listener
-
-
 async def _on_api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)  # noqa: S101  # by registration
     request.scope["state"]["summary"] = {observe.ERROR: str(error)}
-    return error_response(error)
+    return error_response(error, request.url.path, request.state.request_id)
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
@@ -196,7 +151,8 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)  # noqa: S101  # by registration
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
     message = f"{request.method} {request.url.path}: {error.detail}"
-    response = error_response(ApiError(error.status_code, message, code=code))
+    told = ApiError(error.status_code, message, code=code)
+    response = error_response(told, request.url.path, request.state.request_id)
     response.headers.update(error.headers or {})
     return response
 
@@ -210,7 +166,9 @@ async def _on_bug(request: Request, _: Exception) -> Response:
             f"internal error; look for request {request_id} in the log",
             type=SERVER_ERROR,
             code="internal_error",
-        )
+        ),
+        request.url.path,
+        request_id,
     )
     response.headers["x-request-id"] = request_id
     return response

@@ -7,7 +7,7 @@ checked strictly; a field that would change the answer but is not supported is r
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal, TypeVar
 
@@ -39,6 +39,12 @@ class ErrorBody(msgspec.Struct, frozen=True):
     code: str | None
 
 
+class ErrorReply(msgspec.Struct, frozen=True):
+    """The API's error body."""
+
+    error: ErrorBody
+
+
 class ApiError(RegaugeError):
     """An answer other than 200: HTTP status and the fields of the API's error body.
 
@@ -62,7 +68,7 @@ class ApiError(RegaugeError):
 
     def body(self) -> bytes:
         """Return `{"error": {...}}` as JSON."""
-        return msgspec.json.encode({"error": self.error})
+        return msgspec.json.encode(ErrorReply(self.error))
 
     def headers(self) -> dict[str, str]:
         """Return the HTTP headers that belong to the error."""
@@ -159,14 +165,14 @@ class CompletionRequest(_Common, frozen=True, kw_only=True):
     best_of: Natural | None = None
 
 
-Request = TypeVar("Request", ChatRequest, CompletionRequest)
+Request = TypeVar("Request")
 Messages = tuple[Mapping[str, str], ...]
 Prompt = str | list[int]
 
 
 @dataclass(frozen=True)
 class Ask:
-    """What a checked request asks for, the same for both routes.
+    """What a checked request asks for, the same for all routes; `api` is how it is answered.
 
     A chat has `messages` and no `prompts`; a completion the other way round. `logprobs` is the number of
     alternatives to report, None for no log-probabilities. `sampling` lacks the final `max_tokens` and seed.
@@ -183,6 +189,7 @@ class Ask:
     stops: tuple[str, ...]
     echo: bool
     sampling: SamplingParams
+    api: Literal["openai", "anthropic"] = "openai"
 
     def sampling_for(self, max_tokens: int, choice: int) -> SamplingParams:
         """Return the parameters of the `choice`-th answer to a prompt: with a seed, each has a stream of its own."""
@@ -197,7 +204,7 @@ class Ask:
 
 def parse_chat(body: bytes) -> Ask:
     """Read a chat request. Raises ApiError (400) that names the field."""
-    request = _decode(body, ChatRequest)
+    request = decode_body(body, ChatRequest)
     if not request.messages:
         raise bad("messages", "give at least one message")
     if request.response_format is not None and request.response_format.type != "text":
@@ -218,7 +225,7 @@ def parse_chat(body: bytes) -> Ask:
 
 def parse_completion(body: bytes) -> Ask:
     """Read a completion request. Raises ApiError (400) that names the field."""
-    request = _decode(body, CompletionRequest)
+    request = decode_body(body, CompletionRequest)
     if request.suffix:
         raise unsupported("suffix")
     if request.best_of is not None and request.best_of > (request.n or 1):
@@ -272,7 +279,7 @@ def _ask(
         stream=bool(request.stream),
         include_usage=options is not None and bool(options.include_usage),
         max_tokens=max_tokens,
-        stops=_stops(request.stop),
+        stops=check_stops(request.stop),
         echo=echo,
         sampling=SamplingParams(
             max_tokens=max(max_tokens or 1, request.min_tokens or 0, 1),
@@ -295,14 +302,19 @@ def _message(index: int, message: ChatMessage) -> Mapping[str, str]:
         return {"role": role, "content": ""}
     if isinstance(message.content, str):
         return {"role": role, "content": message.content}
+    return {"role": role, "content": joined(at, message.content)}
+
+
+def joined(at: str, parts: Sequence[ContentPart]) -> str:
+    """Return the text of a content's parts; `at` is where they stand. Raises ApiError (400) for one that is no text."""
     texts = []
-    for place, part in enumerate(message.content):
+    for place, part in enumerate(parts):
         if part.type != "text":
             raise unsupported(f"{at}[{place}].type", f"{part.type[:80]!r} is not supported; send text")
         if part.text is None:
             raise bad(f"{at}[{place}].text", "is missing")
         texts.append(part.text)
-    return {"role": role, "content": "".join(texts)}
+    return "".join(texts)
 
 
 def _prompts(prompt: str | list[str | int | list[int]]) -> tuple[Prompt, ...]:
@@ -323,14 +335,15 @@ def _prompts(prompt: str | list[str | int | list[int]]) -> tuple[Prompt, ...]:
     return items
 
 
-def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
+def check_stops(stop: str | list[str] | None, param: str = "stop", limit: int = MAX_STOPS) -> tuple[str, ...]:
+    """Return stop strings as they are used. Raises ApiError (400)."""
     stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
-    if len(stops) > MAX_STOPS:
-        raise bad("stop", f"has {len(stops)} strings; give at most {MAX_STOPS}")
+    if len(stops) > limit:
+        raise bad(param, f"has {len(stops)} strings; give at most {limit}")
     if not all(stops):
-        raise bad("stop", "holds an empty string")
+        raise bad(param, "holds an empty string")
     if any(len(text) > MAX_STOP_CHARS for text in stops):
-        raise bad("stop", f"is longer than {MAX_STOP_CHARS} characters")
+        raise bad(param, f"is longer than {MAX_STOP_CHARS} characters")
     return stops
 
 
@@ -338,7 +351,8 @@ _AT = re.compile(r" - at `\$\.?(.*?)`$", re.DOTALL)
 _MISSING = re.compile(r"missing required field `([^`]+)`")
 
 
-def _decode(body: bytes, kind: type[Request]) -> Request:
+def decode_body(body: bytes, kind: type[Request]) -> Request:
+    """Read a request's body. Raises ApiError (400) that names the field."""
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:

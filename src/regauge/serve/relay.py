@@ -1,56 +1,62 @@
-"""One client request on the two workers: dual dispatch, relay, and an end that leaves nothing behind.
+"""One client request: its choices placed by the router, tried, tried again elsewhere, and merged into one stream of deltas.
 
-A `Job` has one or more choices (answers to prompts), each a request of its own to the workers. For each choice two
-legs start at the same time, under a fresh transfer id: the decode worker's stream, which reserves pages, and the
-prefill worker's call, which computes the prompt and delivers the KV cache. A leg that fails ends the other at once.
-However a choice ends other than by both legs' good end, both workers are told to drop it.
-
-Where prefill is lost, or fails before the first token, the choice begins again, once: on decode alone, if that is an engine that computes
-prompts itself (`Connection.computes`); else as soon as prefill is usable, which is waited for a while. The client sees a later first token,
-and nothing else.
+Each choice (one answer to one prompt) is a request of its own to router, workers and meter. What becomes of a try that failed is for
+`route.request.Life` to say, and nothing here decides on it: before the first token the choice begins again elsewhere, after it another
+worker goes on from the prompt and what there is of the answer, and the client sees neither.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
-from contextlib import aclosing
-from dataclasses import dataclass, field, replace
-from typing import Any, Final, Literal
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Final
 
-from regauge.engines.local.sampling import SamplingParams
+import msgspec
+
+from regauge.blocks import hash_blocks
+from regauge.engines.local.sampling import GREEDY_TEMPERATURE
 from regauge.engines.sglang import room
 from regauge.errors import ProtocolError, RegaugeError
-from regauge.observe import ERROR, REQUEST_ID, WORKER, Metrics, get_logger
+from regauge.meter.receipt import Outcome
+from regauge.observe import ERROR, REQUEST_ID, ROUTE, Metrics, get_logger
+from regauge.route.cluster import Request, Route
+from regauge.route.request import Action, Life, Resume, Start, Stop, Wait
+from regauge.route.router import BLAMELESS
 from regauge.serve import wire
+from regauge.serve.attempt import Attempt, Spawn, Task
+from regauge.serve.choice import Choice, ChoiceText
 from regauge.serve.connection import RequestTimeout, WorkerError, WorkerLost
-from regauge.serve.openai import RATE_LIMIT, SERVER_ERROR, ApiError
-from regauge.serve.replies import Delta, PromptDetails, TokenInfo, Usage
-from regauge.serve.text import Detokenizer, StopScanner, Tokenizer
-from regauge.serve.workers import Worker, Workers
+from regauge.serve.failures import blame, poisoned, refused
+from regauge.serve.fleet import Fleet
+from regauge.serve.metering import Meter
+from regauge.serve.names import Names
+from regauge.serve.replies import Delta, PromptDetails, Usage
+from regauge.serve.text import Tokenizer
 
-SETTLE_S: Final = 0.5
-"""After one leg's end, seconds to wait for the other's: a failed transfer is often the other worker's death."""
-RETRY_AFTER_S: Final = 1
-UNAVAILABLE: Final = "worker_unavailable"
-_SYMPTOMS: Final = frozenset({"transfer_failed", "timeout", "aborted"})
-"""What a worker says when its peer is at fault, or may be."""
-_PASSING: Final = _SYMPTOMS - {"timeout"} | {"engine_failed", "draining"}
-"""What a prefill worker says of a request that may go well another time."""
+ALONE: Final = "NONE"
+"""Path of a prompt that decode computed itself."""
 
 
 @dataclass(frozen=True)
-class Choice:
-    """One answer to be made: its place among the answers, its prompt and how to sample it."""
+class Service:
+    """What all requests of a gateway share."""
 
-    index: int
-    prompt: int
-    request_id: str
-    transfer_id: str
-    token_ids: list[int]
-    sampling: SamplingParams
-    stops: tuple[str, ...]
+    fleet: Fleet
+    tokenizer: Tokenizer
+    metrics: Metrics
+    meter: Meter | None
+    """None: nothing is metered."""
+    names: Names
+    model: str
+    spawn: Spawn
+    limit_s: float
+    """Most seconds of a request."""
+    wait_s: float
+    """Most seconds that a request which has lost its workers waits for others to come."""
 
 
 @dataclass
@@ -62,8 +68,12 @@ class Tally:
     cached_tokens: dict[int, int] = field(default_factory=dict)
     wire_bytes: int = 0
     mode: str | None = None
+    path: str | None = None
     ttft_s: float | None = None
     tpots_s: list[float] = field(default_factory=list)
+    attempts: int = 0
+    route: Route | None = None
+    """The latest of the first choice that has one."""
 
     @property
     def tpot_s(self) -> float | None:
@@ -72,32 +82,18 @@ class Tally:
 
 
 class Job:
-    """The choices of one client request, merged into one stream of deltas; `close` it, whatever happened.
-
-    `limit_s` is for all of it; for a prefill worker to come back nothing waits longer than `wait_s`. `spawn` runs an abort beside the request, so that neither the client nor a cancellation cuts it short.
-    """
+    """The choices of one client request, merged into one stream of deltas; `close` it, whatever happened."""
 
     def __init__(
-        self,
-        choices: Sequence[Choice],
-        workers: Workers,
-        tokenizer: Tokenizer,
-        metrics: Metrics,
-        *,
-        limit_s: float,
-        wait_s: float,
-        headers: Mapping[str, str],
-        spawn: Callable[[Coroutine[None, None, None]], None],
+        self, choices: Sequence[Choice], service: Service, *, tenant: str, priority: int = 0, headers: Mapping[str, str]
     ) -> None:
         self.choices = choices
         self.tally = Tally(time.monotonic())
-        self._workers = workers
-        self._tokenizer = tokenizer
-        self._metrics = metrics
-        self._deadline = asyncio.get_running_loop().time() + limit_s
-        self._wait_s = wait_s
-        self._headers = headers
-        self._spawn = spawn
+        self.tenant = tenant
+        self.priority = priority
+        self.headers = headers
+        self.deadline = asyncio.get_running_loop().time() + service.limit_s
+        self._service = service
         self._queue: asyncio.Queue[Delta | BaseException] = asyncio.Queue()
         self._tasks: set[asyncio.Task[None]] = set()
         self._complete = False
@@ -122,6 +118,16 @@ class Job:
                     raise item
         self._complete = True
 
+    def told(self) -> dict[str, str]:
+        """Return the headers that say where the request went, once it has been placed."""
+        tally = self.tally
+        named = {"x-regauge-path": tally.path, "x-regauge-route": tally.route.header if tally.route else None}
+        return {name: value for name, value in named.items() if value}
+
+    def put(self, delta: Delta) -> None:
+        """Take what a choice adds."""
+        self._queue.put_nowait(delta)
+
     def fail(self, error: RegaugeError) -> None:
         """End the job from outside: `deltas` raises the error."""
         self._queue.put_nowait(error)
@@ -145,226 +151,180 @@ class Job:
             self._queue.put_nowait(error)
 
     async def _run(self, choice: Choice) -> None:
-        alone = self._workers.decode.client.computes
-        if self._workers.prefill.usable or not alone:
-            text = _ChoiceText(choice, self._tokenizer)
+        await _Run(choice, self, self._service).run()
+
+
+class _Run:
+    """One choice, from its first placement to its last token."""
+
+    def __init__(self, choice: Choice, job: Job, service: Service) -> None:
+        self._choice = choice
+        self._job = job
+        self._service = service
+        self._text = ChoiceText(choice, service.tokenizer)
+        self._seed = choice.sampling.seed
+        self._complete = False
+        fleet = service.fleet
+        blocks = hash_blocks(choice.token_ids, fleet.router.config.block_tokens)
+        request = Request(
+            choice.request_id, job.tenant, service.model, len(choice.token_ids), blocks, choice.sampling.max_tokens, job.priority
+        )  # fmt: skip
+        self._life = Life(request, fleet.router, until=job.deadline, wait_s=service.wait_s)
+        self._resumes = ""
+        """The attempt that this one goes on from."""
+
+    async def run(self) -> None:
+        """Try until the answer is complete. Raises what ended it."""
+        step: Action = self._life.begin(self._now())
+        if isinstance(step, Stop) and step.refusal is not None:
+            raise refused(step.refusal, self._service.fleet.fault())
+        while isinstance(step, Start | Resume):
+            attempt = self._attempt(step)
             try:
-                await self._together(choice, text)
+                await self._try(attempt)
                 return
-            except (WorkerLost, WorkerError) as error:
-                if text.count or not (error.role == "prefill" if alone else self._wait_s and _may_pass(error)):
-                    raise
-                if not alone:
-                    await self._returned(choice, error)
-                    again = replace(choice, request_id=f"{choice.request_id}-again", transfer_id=room.new_transfer())
-                    await self._together(again, _ChoiceText(again, self._tokenizer))
-                    return
-                fields = {REQUEST_ID: choice.request_id, ERROR: str(error)}
-                get_logger().warning("decode computes the prompt itself", **fields)
-        self._metrics.bypassed.inc()
-        await self._decode(choice, _ChoiceText(choice, self._tokenizer), None)
+            except asyncio.CancelledError:
+                self._end(attempt, "cancelled")
+                raise
+            except (WorkerLost, WorkerError, RequestTimeout, ProtocolError) as error:
+                step = await self._after(attempt, error)
 
-    async def _returned(self, choice: Choice, error: WorkerLost | WorkerError) -> None:
-        """Wait until prefill is usable again after an error; raise the error if it is not in time."""
-        loop, log = asyncio.get_running_loop(), get_logger(**{REQUEST_ID: choice.request_id})
-        begun = loop.time()
-        log.warning("the request waits for prefill, to begin again", **{ERROR: str(error)})
-        try:
-            async with asyncio.timeout_at(min(begun + self._wait_s, self._deadline)):
-                await self._workers.prefill.returned()
-        except TimeoutError:
-            log.error("prefill did not come back in time", seconds=round(loop.time() - begun, 3))
-            raise error from None
-        self._metrics.retried.inc()
-        log.info("the request begins again", seconds=round(loop.time() - begun, 3))
-
-    async def _together(self, choice: Choice, text: _ChoiceText) -> None:
-        prefill = asyncio.create_task(self._prefill(choice))
-        decode = asyncio.create_task(self._decode(choice, text, prefill))
-        legs: tuple[asyncio.Task[wire.Prefilled], asyncio.Task[bool]] = (prefill, decode)
-        whole = False
-        try:
-            await asyncio.wait(legs, return_when=asyncio.FIRST_COMPLETED)
-            if _good(prefill):
-                await asyncio.wait((decode,))
-            elif _good(decode) or all(map(_is_symptom, _errors(legs))):
-                await asyncio.wait(legs, timeout=SETTLE_S)
-            if not _good(decode):
-                raise _cause(legs)
-            whole = _good(prefill) and decode.result()
-        finally:
-            prefill.cancel()
-            decode.cancel()
-            await asyncio.gather(*legs, return_exceptions=True)
-            if not whole:
-                for worker in self._workers.both():
-                    self._spawn(abort(worker, choice.request_id))
-                for leg, worker in zip(legs, self._workers.both(), strict=True):
-                    if not leg.cancelled() and isinstance(leg.exception(), WorkerLost):
-                        worker.doubt()
-
-    async def _prefill(self, choice: Choice) -> wire.Prefilled:
-        decode = self._workers.decode.client
-        body = wire.Prefill(
-            choice.request_id,
-            choice.transfer_id,
-            choice.token_ids,
-            choice.sampling,
-            decode.address.receivers,
-            handover=not decode.computes,
+    def _attempt(self, step: Start | Resume) -> Attempt:
+        fleet, route, choice = self._service.fleet, step.route, self._choice
+        tally = self._job.tally
+        tally.attempts += 1
+        if tally.route is None or choice.index == 0:
+            tally.route = route
+            tally.path = fleet.pairs.verdict(route.prefill, route.decode).path if route.prefill else ALONE
+        if route.prefill is None:
+            self._service.metrics.bypassed.inc()
+        task = Task(
+            step.request.id, room.new_transfer(), choice.token_ids, list(self._text.tokens),
+            msgspec.structs.replace(choice.sampling, seed=self._seed),
+            wire.MeterTag(self._job.tenant, route.prefill or "", route.decode, route.header, self._resumes)
+            if self._service.meter is not None else None,
+        )  # fmt: skip
+        prefill = None if route.prefill is None else fleet.workers[route.prefill]
+        return Attempt(
+            task, prefill, fleet.workers[route.decode], self._job.deadline, self._job.headers, self._service.spawn
         )
-        reply = await self._workers.prefill.client.prefill(body, self._deadline, self._headers)
-        self.tally.cached_tokens[choice.prompt] = reply.cached_tokens
-        return reply
 
-    async def _decode(self, choice: Choice, text: _ChoiceText, prefill: asyncio.Task[wire.Prefilled] | None) -> bool:
-        """Relay the stream; return whether the worker ended it (and not a stop string). Without `prefill` nothing is sent to decode."""
-        senders = [] if prefill is None else self._workers.prefill.client.address.senders
-        body = wire.Generate(choice.request_id, choice.transfer_id, choice.token_ids, choice.sampling, senders)
-        events = self._workers.decode.client.generate(body, self._deadline, self._headers)
-        async with aclosing(events):
-            async for event in events:
-                if isinstance(event, wire.TokenEvent):
-                    if not text.count:
-                        text.ttft_s = time.monotonic() - self.tally.arrived
-                    asked = choice.sampling.logprobs is not None and not text.count
-                    if prefill is not None and event.logprob is None and asked:
-                        # The first token of an engine whose hand-over has no log-probabilities: its answer has them.
-                        first = await asyncio.shield(prefill)
-                        event = wire.TokenEvent(event.token, first.logprob, first.top)
-                    delta = text.push(event)
-                    self.tally.completion_tokens += 1
-                    if delta is not None and delta.finish is None:
-                        self._queue.put_nowait(delta)
-                    elif delta is not None:
-                        self._finish(choice, text, delta)
-                        return False
-                elif isinstance(event, wire.TransferEvent):
-                    self.tally.mode = event.mode
-                    self.tally.wire_bytes += event.wire_bytes
-                    self._metrics.transfer(
-                        path=event.path, mode=event.mode, wire_bytes=event.wire_bytes, seconds=event.seconds
-                    )
-                elif isinstance(event, wire.FinishEvent):
-                    self._finish(choice, text, text.end(event.reason))
+    async def _try(self, attempt: Attempt) -> None:
+        """Run an attempt to the answer's end."""
+        await attempt.run(partial(self._take, attempt), self._prefilled)
+        if not self._complete and attempt.finish is not None:
+            self._finish(self._text.end(attempt.finish.reason))
+        self._arrived(attempt)
+        self._life.finished(self._now(), "complete")
+        self._end(attempt, "complete" if attempt.finish is not None else "cancelled")
+
+    def _take(self, attempt: Attempt, event: wire.TokenEvent) -> bool:
+        text, tally = self._text, self._job.tally
+        if attempt.delivered == 1:
+            self._life.first_token(self._now())
+            self._seed = self._seed if event.seed is None else event.seed
+        if not text.count:
+            text.ttft_s = time.monotonic() - tally.arrived
+        delta = text.push(event)
+        tally.completion_tokens += 1
+        if delta is not None and delta.finish is None:
+            self._job.put(delta)
+        elif delta is not None:
+            self._finish(delta)
+            return False
         return True
 
-    def _finish(self, choice: Choice, text: _ChoiceText, delta: Delta) -> None:
-        tpot = self._metrics.finished(
+    def _prefilled(self, reply: wire.Prefilled) -> None:
+        if not self._resumes:
+            self._job.tally.cached_tokens.setdefault(self._choice.prompt, reply.cached_tokens)
+        self._life.prefilled(self._now(), reply.cached_tokens, reply.computed_tokens, reply.prefill_seconds)
+
+    def _arrived(self, attempt: Attempt) -> None:
+        event, tally = attempt.arrival, self._job.tally
+        if event is not None:
+            tally.mode = event.mode
+            tally.wire_bytes += event.wire_bytes
+            self._service.metrics.transfer(
+                path=event.path, mode=event.mode, wire_bytes=event.wire_bytes, seconds=event.seconds
+            )
+
+    async def _after(
+        self, attempt: Attempt, error: WorkerLost | WorkerError | RequestTimeout | ProtocolError
+    ) -> Action:
+        """Say what is next after a failed attempt. Raises the error where nothing is."""
+        fleet, life, now = self._service.fleet, self._life, self._now()
+        self._arrived(attempt)
+        blamed = blame(error, attempt.prefill.client.name if attempt.prefill else None, attempt.decode.client.name)
+        if blamed is None:
+            life.finished(now, "failed")
+            self._end(attempt, "failed")
+            raise error
+        kind, worker, role = blamed
+        if isinstance(error, WorkerLost):
+            fleet.router.health(worker, False, now)
+        life.resumable = self._resumable(attempt)
+        step = life.failure(kind, worker, role, now, generated=attempt.delivered)
+        log = get_logger(**{REQUEST_ID: attempt.task.request_id, ERROR: str(error)})
+        if self._done(attempt):
+            life.finished(now)
+            self._end(attempt, "complete")
+            return Stop("exhausted", "the answer is complete")
+        while isinstance(step, Wait) and kind not in BLAMELESS:
+            log.warning("the request waits for another worker", role=step.role)
+            with suppress(TimeoutError):
+                async with asyncio.timeout_at(step.until):
+                    await fleet.returned(step.role)
+            step = life.again(self._now())
+        if not isinstance(step, Start | Resume):
+            life.finished(self._now(), "failed")
+            self._end(attempt, "failed")
+            if isinstance(step, Stop):
+                log.warning("the request is given up", why=step.message)
+                if step.reason == "poison":
+                    raise poisoned(step.message) from error
+            raise error
+        self._end(attempt, "resumed" if attempt.delivered else "failed")
+        if attempt.delivered:
+            self._resumes = attempt.task.request_id
+        (self._service.metrics.resumed if self._text.count else self._service.metrics.retried).inc()
+        log.warning("the request goes on elsewhere", attempt=step.request.id, **{ROUTE: step.route.header})
+        return step
+
+    def _done(self, attempt: Attempt) -> bool:
+        """Whether the worker was lost with nothing left to do: the end was on its way. Then the answer ends here."""
+        text, sampling = self._text, self._choice.sampling
+        if attempt.delivered and text.count >= sampling.max_tokens:
+            self._finish(text.end("length"))
+        return self._complete
+
+    def _resumable(self, attempt: Attempt) -> bool:
+        """Whether another worker's tokens would follow as this one's would have: a stream of random numbers that is known, or none."""
+        sampling, greedy = self._choice.sampling, self._choice.sampling.temperature < GREEDY_TEMPERATURE
+        if attempt.decode.client.address.engine == "local":
+            return greedy or self._seed is not None
+        return not (sampling.presence_penalty or sampling.frequency_penalty)
+
+    def _finish(self, delta: Delta) -> None:
+        text, tally, choice = self._text, self._job.tally, self._choice
+        self._complete = True
+        tpot = self._service.metrics.finished(
             prompt_tokens=len(choice.token_ids),
             completion_tokens=text.count,
             ttft_s=text.ttft_s,
-            seconds=time.monotonic() - self.tally.arrived,
+            seconds=time.monotonic() - tally.arrived,
         )
         if tpot is not None:
-            self.tally.tpots_s.append(tpot)
+            tally.tpots_s.append(tpot)
         if text.ttft_s is not None:
-            self.tally.ttft_s = min(text.ttft_s, self.tally.ttft_s or text.ttft_s)
-        self._queue.put_nowait(delta)
+            tally.ttft_s = min(text.ttft_s, tally.ttft_s or text.ttft_s)
+        self._job.put(delta)
 
+    def _end(self, attempt: Attempt, outcome: Outcome) -> None:
+        """Leave the attempt's receipts."""
+        if outcome == "cancelled" and not self._complete:
+            self._life.finished(self._now(), "cancelled")
+        if self._service.meter is not None:
+            self._service.meter.ended(attempt, outcome)
 
-class _ChoiceText:
-    """Tokens of one choice to deltas; holds log-probabilities back with the text they belong to."""
-
-    def __init__(self, choice: Choice, tokenizer: Tokenizer) -> None:
-        self.count = 0
-        self.ttft_s: float | None = None
-        self._choice = choice
-        self._detokenizer = Detokenizer(tokenizer, choice.token_ids)
-        self._scanner = StopScanner(choice.stops)
-        self._keep = choice.sampling.logprobs is not None
-        self._tokens: list[TokenInfo] = []
-        self._chars = 0
-
-    def push(self, event: wire.TokenEvent) -> Delta | None:
-        """Take a token; return what it adds, with `finish` if a stop string is complete."""
-        self.count += 1
-        if self._keep:
-            self._tokens.append(TokenInfo(event, self._chars))
-        text, hit = self._detokenizer.push(event.token), False
-        self._chars += len(text)
-        if self.count > self._choice.sampling.min_tokens:
-            text, hit = self._scanner.push(text)
-        if hit:
-            return self._delta(text, "stop")
-        return self._delta(text, None) if text else None
-
-    def end(self, reason: Literal["stop", "length"]) -> Delta:
-        """Return what was held back, with the reason."""
-        text, hit = self._scanner.push(self._detokenizer.flush())
-        if hit:
-            return self._delta(text, "stop")
-        return self._delta(text + self._scanner.flush(), reason)
-
-    def _delta(self, text: str, finish: Literal["stop", "length"] | None) -> Delta:
-        tokens, self._tokens = tuple(self._tokens), []
-        return Delta(self._choice.index, text, tokens, finish)
-
-
-async def abort(worker: Worker, request_id: str) -> None:
-    """Have a worker drop a request; a worker that cannot be reached is asked for its health."""
-    try:
-        await worker.client.abort(request_id)
-    except WorkerLost:
-        worker.doubt()
-    except RegaugeError as error:
-        fields = {REQUEST_ID: request_id, WORKER: worker.client.name, ERROR: str(error)}
-        get_logger().warning("abort failed", **fields)
-
-
-def api_error(error: RegaugeError) -> ApiError:
-    """Return what the client is told of an error that ended its request."""
-    if isinstance(error, ApiError):
-        return error
-    if isinstance(error, WorkerLost):
-        return ApiError(503, str(error), type=SERVER_ERROR, code=UNAVAILABLE)
-    if isinstance(error, RequestTimeout):
-        return ApiError(504, str(error), type=SERVER_ERROR, code="timeout")
-    if isinstance(error, ProtocolError):
-        return ApiError(502, str(error), type=SERVER_ERROR, code="bad_gateway")
-    if not isinstance(error, WorkerError):
-        return ApiError(500, str(error), type=SERVER_ERROR, code="internal_error")
-    match error.event.code:
-        case "prompt_too_large":
-            return ApiError(400, str(error), code="context_length_exceeded")
-        case "queue_full":
-            return too_many(str(error))
-        case "draining" | "aborted":  # nobody but the worker itself can have aborted: the job waits for it
-            return ApiError(503, str(error), type=SERVER_ERROR, code=UNAVAILABLE, retry_after_s=RETRY_AFTER_S)
-        case "timeout" | "transfer_failed" as code:
-            return ApiError(wire.STATUS[code], str(error), type=SERVER_ERROR, code=code)
-        case code:
-            # The request was checked here: that the worker refuses it is this server's fault.
-            return ApiError(500, str(error), type=SERVER_ERROR, code=code)
-
-
-def too_many(message: str) -> ApiError:
-    """Return a 429."""
-    return ApiError(429, message, type=RATE_LIMIT, code="rate_limit_exceeded", retry_after_s=RETRY_AFTER_S)
-
-
-def _good(leg: asyncio.Task[Any]) -> bool:
-    return leg.done() and not leg.cancelled() and leg.exception() is None
-
-
-def _errors(legs: Sequence[asyncio.Task[Any]]) -> list[BaseException]:
-    ended = [leg.exception() for leg in legs if leg.done() and not leg.cancelled()]
-    return [error for error in ended if error is not None]
-
-
-def _is_symptom(error: BaseException) -> bool:
-    return isinstance(error, WorkerError) and error.event.code in _SYMPTOMS
-
-
-def _may_pass(error: WorkerLost | WorkerError) -> bool:
-    """Whether a request that failed so may go well once prefill is usable again."""
-    if isinstance(error, WorkerError):
-        # Decode's complaint of a transfer: prefill is gone since it answered.
-        return error.event.code == "transfer_failed" or (error.role == "prefill" and error.event.code in _PASSING)
-    return error.role == "prefill"
-
-
-def _cause(legs: Sequence[asyncio.Task[Any]]) -> BaseException:
-    """Return the error to report: a worker's death, else a worker's own fault, else what there is."""
-    errors = _errors(legs)
-    return min(errors, key=lambda error: (not isinstance(error, WorkerLost), _is_symptom(error)))
+    def _now(self) -> float:
+        return self._service.fleet.now()

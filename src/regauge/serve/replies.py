@@ -134,12 +134,13 @@ class TokenInfo:
 
 @dataclass(frozen=True)
 class Delta:
-    """What one step adds to one choice; the last of a choice has `finish`."""
+    """What one step adds to one choice; the last of a choice has `finish`, and `stopped`: the stop string that ended it, if one did."""
 
     choice: int
     text: str = ""
     tokens: tuple[TokenInfo, ...] = ()
     finish: FinishReason | None = None
+    stopped: str | None = None
 
 
 @dataclass
@@ -205,6 +206,14 @@ class Writer:
         choices = [self._whole_choice(index, gathered[index]) for index in sorted(gathered)]
         return msgspec.json.encode(self._body(kind, choices, usage))
 
+    def failed(self, error: ApiError) -> bytes:
+        """Return the server-sent event that ends a stream which failed."""
+        return b"data: " + error.body() + b"\n\n"
+
+    def refusal(self, error: ApiError) -> bytes:
+        """Return the body of an error."""
+        return error.body()
+
     def _whole_choice(self, index: int, choice: _Gathered) -> AnyChoice:
         text, logprobs = "".join(choice.texts), self._logprobs(choice.tokens)
         if self.chat:
@@ -239,8 +248,3 @@ class Writer:
 
 def _event(body: Body) -> bytes:
     return b"data: " + msgspec.json.encode(body) + b"\n\n"
-
-
-def error_event(error: ApiError) -> bytes:
-    """Return the server-sent event that ends a stream which failed."""
-    return b"data: " + error.body() + b"\n\n"

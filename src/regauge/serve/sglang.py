@@ -1,12 +1,11 @@
 """An SGLang server, asked by its own API: token ids in, token ids out, over `/generate`, so that every route of the gateway is the same to it.
 
-The gateway's part of the transfer travels in `bootstrap_host` and `bootstrap_room` (`engines/sglang/room.py`). A prefill request is answered
+What it says of the transfer is in `inject.py`. A prefill request is answered
 once everything is delivered. Decode never computes a prompt: its answer begins with the token that prefill has sampled.
 
 What SGLang 0.5.23 does, and what is done about it:
 
 - A request whose connection closes it notices after 2 s (a stream) or up to 4 s: an abort is said aloud, by `POST /abort_request`.
-- It aborts every request whose id *begins* with the one that is named: ids end here with a mark that is nowhere else in them.
 - Events of a stream hold all tokens so far, or the new ones alone, by how the server was started (`--incremental-streaming-output`).
 - `ignore_eos` has it ignore the request's own stop tokens, too: they end the answer here.
 - `seed` counts only with `--enable-deterministic-inference`.
@@ -26,11 +25,11 @@ import aiohttp
 import msgspec
 
 from regauge.engines.local.sampling import GREEDY_TEMPERATURE
-from regauge.engines.sglang import room
 from regauge.errors import ProtocolError
-from regauge.serve import wire
+from regauge.serve import inject, wire
 from regauge.serve.connection import WorkerError, WorkerLost
 from regauge.serve.engine_client import ENDS, EngineClient, FinishReason, signed
+from regauge.serve.inject import RID_END, Leg
 
 GENERATE: Final = "/generate"
 ABORT: Final = "/abort_request"
@@ -38,7 +37,6 @@ INFO: Final = "/model_info"
 READY: Final = "/ready"
 ABORT_S: Final = 2.0
 """Most seconds for an abort to be taken."""
-_RID_END: Final = "."
 _CODES: Final[Mapping[int, wire.Code]] = {400: "bad_request", 401: "unauthorized", 429: "queue_full", 503: "draining"}
 _SAID: Final[tuple[tuple[re.Pattern[str], wire.Code], ...]] = (
     (re.compile(r"(Prefill|Decode) (bootstrap|handshake|transfer) failed"), "transfer_failed"),
@@ -118,8 +116,8 @@ class SglangClient(EngineClient):
     def _stream(
         self, body: wire.Generate, deadline: float, headers: Mapping[str, str]
     ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
-        leg = room.encode(room.From(body.prefill))
-        asked = _body(body, leg) | {"stream": True}
+        leg = Leg(body.request_id, body.transfer_id, senders=body.prefill)
+        asked = inject.sglang(_body(body) | {"stream": True}, leg)
         return self.call("POST", GENERATE, deadline, msgspec.json.encode(asked), headers)
 
     def _take(
@@ -134,7 +132,8 @@ class SglangClient(EngineClient):
     async def prefill(self, body: wire.Prefill, deadline: float, headers: Mapping[str, str]) -> wire.Prefilled:
         """As `Connection.prefill`: SGLang answers once the KV cache and the hand-over are delivered."""
         started = time.monotonic()
-        asked = msgspec.json.encode(_body(body, room.encode(room.To(body.decode))))
+        leg = Leg(body.request_id, body.transfer_id, receivers=body.decode)
+        asked = msgspec.json.encode(inject.sglang(_body(body), leg))
         async with self.call("POST", GENERATE, deadline, asked, headers) as answer:
             reply = await self.read(answer, _Answer, deadline)
         self._reason(reply.meta_info.finish_reason)
@@ -150,7 +149,7 @@ class SglangClient(EngineClient):
     async def abort(self, request_id: str) -> bool:
         """As `Connection.abort`. SGLang does not say whether it had the request; this says that it had."""
         deadline = asyncio.get_running_loop().time() + ABORT_S
-        body = msgspec.json.encode({"rid": request_id + _RID_END})
+        body = msgspec.json.encode({"rid": request_id + RID_END})
         async with self.call("POST", ABORT, deadline, body) as answer:
             await self.refusal(answer, deadline)
             await self.within(answer.read(), deadline)
@@ -211,12 +210,11 @@ class SglangClient(EngineClient):
         return events
 
 
-def _body(body: wire.Generate | wire.Prefill, leg: str) -> dict[str, Any]:
+def _body(body: wire.Generate | wire.Prefill) -> dict[str, Any]:
     """Return a request to `/generate`. Every sampling parameter is said: the server may have preferred ones of its own."""
     s = body.sampling
     return {
-        "rid": body.request_id + _RID_END, "input_ids": body.token_ids,
-        "bootstrap_host": leg, "bootstrap_room": room.room(body.transfer_id),
+        "input_ids": body.token_ids,
         "return_logprob": s.logprobs is not None, "top_logprobs_num": s.logprobs or 0, "logprob_start_len": -1,
         "sampling_params": {
             "max_new_tokens": s.max_tokens, "min_new_tokens": s.min_tokens,

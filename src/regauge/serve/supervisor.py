@@ -30,9 +30,9 @@ from regauge.layout.presets import load_model, load_named, with_pages
 from regauge.move.auth import load_key
 from regauge.move.plane import resolve
 from regauge.plan import check
-from regauge.serve.gateway import listen
 from regauge.serve.launch import GATEWAY, Command, Deployment, commands, free_ports
 from regauge.serve.quality_gate import from_config
+from regauge.serve.server import listen
 
 READY_S: Final = 300.0
 """Most seconds from start to a ready endpoint: a large model takes time to load."""

@@ -230,21 +230,21 @@ class StopScanner:
         self._matched = [0] * len(self._stops)
         self._held = ""
 
-    def push(self, text: str) -> tuple[str, bool]:
-        """Take more text; return what can be given out, and whether a stop string ended it."""
+    def push(self, text: str) -> tuple[str, str | None]:
+        """Take more text; return what can be given out, and the stop string that ended it, if one did."""
         if not self._stops:
-            return text, False
+            return text, None
         whole = self._held + text
         for place, char in enumerate(text, start=len(self._held) + 1):
             for index, stop in enumerate(self._stops):
                 matched = self._step(index, stop, char)
                 if matched == len(stop):
                     self._held = ""
-                    return whole[: place - matched], True
+                    return whole[: place - matched], stop
                 self._matched[index] = matched
         cut = len(whole) - max(self._matched)
         self._held = whole[cut:]
-        return whole[:cut], False
+        return whole[:cut], None
 
     def flush(self) -> str:
         """Return what was held back: no stop string came of it."""

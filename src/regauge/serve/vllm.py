@@ -1,6 +1,6 @@
 """A vLLM server, asked by its own API: token ids in, token ids out, over `/v1/completions`, so that every route of the gateway is the same to it.
 
-The gateway's part of the transfer travels in `kv_transfer_params["regauge"]` (`engines/vllm/schedule.py`). vLLM ends a request whose
+What it says of the transfer is in `inject.py`. vLLM ends a request whose
 connection closes, so that nothing else is needed to abort one. A decode engine whose prefill is gone computes the prompt itself: it gets
 the request again, without a transfer.
 """
@@ -15,10 +15,10 @@ from typing import Any, Final
 import aiohttp
 import msgspec
 
-from regauge.engines.vllm.schedule import PARAMS
 from regauge.errors import ProtocolError
-from regauge.serve import wire
+from regauge.serve import inject, wire
 from regauge.serve.engine_client import ENDS, EngineClient, FinishReason, signed
+from regauge.serve.inject import Leg
 
 COMPLETIONS: Final = "/v1/completions"
 HEALTH: Final = "/health"
@@ -72,6 +72,7 @@ class VllmClient(EngineClient):
     """One vLLM server with regauge's connector."""
 
     computes = True
+    continues = False
 
     async def _serves(self) -> Sequence[str]:
         async with self.call("GET", HEALTH, None) as answer:
@@ -84,9 +85,8 @@ class VllmClient(EngineClient):
     ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
         """Where `body.prefill` is empty the engine computes the prompt itself."""
         asked = self._body(body.token_ids, body.sampling) | {"stream": True}
-        if body.prefill:
-            asked["kv_transfer_params"] = {PARAMS: {"transfer": body.transfer_id, "from": body.prefill}}
-        return self._ask(asked, body.request_id, deadline, headers)
+        leg = Leg(body.request_id, body.transfer_id, senders=body.prefill)
+        return self._ask(inject.vllm(asked, leg), body.request_id, deadline, headers)
 
     def _take(
         self, data: bytes, count: int, alternatives: int | None
@@ -104,15 +104,12 @@ class VllmClient(EngineClient):
         """As `Connection.prefill`; returns once the first token is there: what is still to be sent the engine sends by itself."""
         started = time.monotonic()
         sampling = msgspec.structs.replace(body.sampling, max_tokens=1, min_tokens=min(body.sampling.min_tokens, 1))
-        asked = self._body(body.token_ids, sampling)
-        asked["kv_transfer_params"] = {
-            PARAMS: {"transfer": body.transfer_id, "to": body.decode, "handover": body.handover}
-        }
+        leg = Leg(body.request_id, body.transfer_id, receivers=body.decode, handover=body.handover)
+        asked = inject.vllm(self._body(body.token_ids, sampling), leg)
         async with self._ask(asked, body.request_id, deadline, headers) as answer:
             reply = await self.read(answer, _Answer, deadline)
-        told = (reply.kv_transfer_params or {}).get(PARAMS)
-        if isinstance(told, dict) and told.get("error"):
-            raise self._failure("transfer_failed", str(told["error"]))
+        if why := inject.refused(reply.kv_transfer_params):
+            raise self._failure("transfer_failed", why)
         tokens = list(_tokens(reply.choices[0], sampling.logprobs)) if reply.choices else []
         if not tokens:
             raise ProtocolError(f"answer of {self.role} worker {self.name}: it holds no token")

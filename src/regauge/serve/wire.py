@@ -6,6 +6,8 @@
 | `POST /internal/generate` | decode | `Generate` | 200, then one `Event` a line (NDJSON) |
 | `POST /internal/prefill` | prefill | `Prefill` | 200 and `Prefilled`, once the KV cache is committed |
 | `GET /debug/transfers?limit=N` | both | - | `WorkerState` |
+| `GET /internal/cache?since=N&instance=I` | both | - | `CacheNews`: what the prefix cache has gained and lost after event N |
+| `DELETE /internal/cache` | both | - | likewise, once all is given up that nobody reads |
 | `DELETE /internal/requests/{request_id}` | both | - | 200 and `Aborted`; pages are freed |
 | `GET /internal/receipts?since=N&limit=M` | both | - | `Receipts`: the oldest after the N-th |
 | `POST /internal/role` | both | `Roles` | `Health`: it takes requests of these roles alone from now on |
@@ -38,6 +40,7 @@ from regauge.serve.health import NicLoad as NicLoad  # noqa: PLC0414  # re-expor
 
 GENERATE_PATH: Final = "/internal/generate"
 PREFILL_PATH: Final = "/internal/prefill"
+CACHE_PATH: Final = "/internal/cache"
 REQUESTS_PATH: Final = "/internal/requests"
 RECEIPTS_PATH: Final = "/internal/receipts"
 ROLE_PATH: Final = "/internal/role"
@@ -52,6 +55,8 @@ MAX_RECEIPTS: Final = 1_000
 
 LOWEST_LOGPROB: Final = -9999.0
 """JSON has no infinity: a token of probability zero is sent with this log-probability."""
+
+Salt = Annotated[str, msgspec.Meta(max_length=256)]
 
 Code = Literal[
     "bad_request",  # the body does not fit the contract
@@ -97,6 +102,11 @@ class MeterTag(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     resumes: Text = ""
     """The request that this one goes on from."""
 
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            if not getattr(self, name).isprintable():
+                raise ValueError(f"{name}: give printable characters")
+
 
 class Generate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """To the decode worker: reserve pages, await the transfer, decode.
@@ -115,6 +125,8 @@ class Generate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What another worker has generated of the answer. Its `TokenEvent.seed` belongs into `sampling` then: the same tokens follow as would have."""
     meter: MeterTag | None = None
     """None: the request is not metered, and leaves no receipt."""
+    salt: Salt = ""
+    """As in `Prefill`."""
 
 
 class Prefill(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -132,6 +144,8 @@ class Prefill(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     generated: list[int] = []
     """As in `Generate`: computed and delivered like the prompt."""
     meter: MeterTag | None = None
+    salt: Salt = ""
+    """Prompts of unlike salts, as of tenants that must not learn of each other's, share nothing of the prefix cache."""
 
 
 class TransferEvent(msgspec.Struct, frozen=True, tag_field="type", tag="transfer"):
@@ -142,6 +156,8 @@ class TransferEvent(msgspec.Struct, frozen=True, tag_field="type", tag="transfer
     wire_bytes: int
     pages: int
     seconds: float
+    cached_tokens: int | None = None
+    """Of the prompt, that prefill had cached, as its hand-over says; None: it does not."""
 
 
 class TokenEvent(msgspec.Struct, frozen=True, tag_field="type", tag="token", omit_defaults=True):
@@ -160,6 +176,8 @@ class FinishEvent(msgspec.Struct, frozen=True, tag_field="type", tag="finish"):
     reason: Literal["stop", "length"]
     prompt_tokens: int
     completion_tokens: int
+    cached_tokens: int | None = None
+    """Of a prompt that this worker computed itself."""
     receipt: str = ""
     """One line of JSON, as `meter.receipt.encode` writes it; empty: the request is not metered. Likewise below."""
 

@@ -1,164 +1,132 @@
-"""A worker process: one engine, one KV pool, one side of the crossing, behind the internal HTTP API (`wire.py`).
+"""The two sides of a worker: one engine, one KV pool (`core.py`), and on each side a half of the crossing.
 
 The life of a request on the decode worker: lease pages for prompt and answer, expect the transfer, and when it has been committed
-hand the pages and the first token to the engine. On the prefill worker: lease pages for the prompt, offer the transfer, compute once
-decode has granted its pages, mark layers ready as they are written, hand over the first token, wait for the commit.
-Whatever ends a request, its pages are freed when neither the engine nor a transfer can touch them any more.
+hand the pages and the first token to the engine. Where no prefill worker is named, the engine computes the prompt itself. On the prefill worker: lease
+pages for the prompt, offer the transfer, compute once decode has granted its pages, mark layers ready as they are written, hand over the first token,
+wait for the commit. Whatever ends a request, its pages are freed when neither the engine nor a transfer can touch them any more.
+
+An answer that another worker began is computed as if what there is of it were prompt, but its tokens count as generated.
 """
 
 from __future__ import annotations
 
 import abc
 import asyncio
-import os
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import msgspec
 import numpy as np
 import structlog
 
+from regauge.config import Role
 from regauge.engines import handover
 from regauge.engines.handover import Handover
-from regauge.engines.local.kv import PagedKV
 from regauge.engines.local.model import LocalModel
-from regauge.engines.local.scheduler import Output, Request, Scheduler, pages_needed
-from regauge.engines.local.thread import EngineThread
-from regauge.errors import EngineError, RegaugeError
+from regauge.engines.local.prefix import Leased, Prompt
+from regauge.engines.local.scheduler import Output, Request
+from regauge.errors import RegaugeError
 from regauge.move.bound import Memory
 from regauge.move.crossing import PageTable
 from regauge.move.flow_types import LinkState as NicState
 from regauge.move.inbound import InboundLinks
-from regauge.move.ledger import Ledger
+from regauge.move.incoming import Arrival
 from regauge.move.outbound import OutboundLinks
 from regauge.move.outgoing import Outgoing
-from regauge.move.pages import PagePool
 from regauge.move.protocol import TransferState
 from regauge.move.rails import Rails
-from regauge.move.state import LinkState, Totals, WorkerState, bounded, pool_states, session_states
+from regauge.move.state import LinkState
 from regauge.serve import wire
-from regauge.serve.admission import Admission
+from regauge.serve.core import Core
+from regauge.serve.core import RefusalError as RefusalError  # noqa: PLC0414  # re-exported
 from regauge.serve.quality_gate import judge
+from regauge.serve.receipts import Account
 
 log = structlog.get_logger()
 
 
-class RefusalError(RegaugeError):
-    """A request that this worker does not take or cannot finish; carries the wire code."""
-
-    def __init__(self, code: wire.Code, message: str) -> None:
-        super().__init__(message)
-        self.code: wire.Code = code
-
-
 class Worker(abc.ABC):
-    """What both roles share. Built inside the event loop."""
+    """What both sides do alike. Built inside the event loop; `core` is shared with the other side, if there is one."""
 
-    def __init__(self, spec_: wire.WorkerSpec, memory: Memory, model: LocalModel, rails: Rails) -> None:
+    role: Role
+
+    def __init__(
+        self, spec_: wire.WorkerSpec, memory: Memory, model: LocalModel, rails: Rails, core: Core | None = None
+    ) -> None:
         self.spec = spec_
-        self.engine_config = spec_.config.engine(spec_.role)
-        group = memory.layout.groups[0]
-        self.pool = PagePool(group.pages, group.page_size)
-        self.admission = Admission(self.pool)
-        self.memory = memory
+        self.core = core or Core(spec_, memory, model)
         self.rails = rails
-        c = self.engine_config
-        store = PagedKV(memory, dtype=model.dtype, max_new=c.chunk_tokens + c.max_batch, max_context=c.max_context)
-        self.scheduler = Scheduler(model, store, c)
-        self.engine = EngineThread(self.scheduler)
-        self.jobs: dict[str, asyncio.Task[Any]] = {}
-        self.ledger = Ledger()
-        self.draining = False
+        self.pool, self.engine, self.scheduler = self.core.pool, self.core.engine, self.core.scheduler
+        self.admission, self.ledger, self.notary = self.core.admission, self.core.ledger, self.core.notary
+        self.cache = self.core.cache
 
     def admit(self, request_id: str, tokens: int, pages: int) -> None:
         """Raise RefusalError for a request that cannot be taken at all."""
-        if self.draining:
-            raise RefusalError("draining", f"{self.spec.name} is shutting down")
-        if request_id in self.jobs:
-            raise RefusalError("duplicate_request", f"request {request_id!r} is here already")
-        if tokens < 1:
-            raise RefusalError("bad_request", "token_ids is empty: give at least one token")
-        if tokens >= self.scheduler.context:
-            raise RefusalError("bad_request", f"{tokens} tokens leave no room in a context of {self.scheduler.context}")
-        if pages > self.pool.pages:
-            raise RefusalError("prompt_too_large", f"{pages} pages are needed, the pool has {self.pool.pages}")
-        if len(self.jobs) >= self.spec.config.limits.max_queue:
-            raise RefusalError("queue_full", f"{len(self.jobs)} requests are here already")
+        self.core.admit(self.role, request_id, tokens, pages)
 
-    def pages_for(self, prompt: int, sampling: wire.SamplingParams) -> int:
-        """Return the pages that a request takes here."""
-        need = pages_needed(prompt, sampling, self.pool.page_size, prefill_only=self.spec.role == "prefill")
-        return min(need, self.pool.pages_for(self.scheduler.context))
+    def start(self, body: wire.Generate | wire.Prefill, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        """Run a request's work as a job that DELETE can find. Raises RefusalError for one that cannot be taken at all, and closes the work."""
+        try:
+            text = len(body.token_ids) + len(body.generated)
+            if 0 < body.sampling.max_tokens <= len(body.generated):
+                raise RefusalError("bad_request", f"generated has all {body.sampling.max_tokens} tokens of the answer")
+            self.admit(body.request_id, text if body.token_ids else 0, self._pages(body))
+        except RefusalError:
+            work.close()
+            raise
+        return self.core.start(body.request_id, work)
 
-    def start(self, request_id: str, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        """Run a request's work as a job that DELETE can find."""
-        job = asyncio.create_task(work)
-        self.jobs[request_id] = job
-        job.add_done_callback(lambda _: self.jobs.pop(request_id, None))
-        return job
-
-    async def abort(self, request_id: str) -> bool:
-        """End a job and wait until its pages are free or in quarantine."""
-        job = self.jobs.get(request_id)
-        if job is None:
-            return False
-        job.cancel()
-        await asyncio.wait([job])
-        return True
-
-    def error(self, error: BaseException) -> wire.ErrorEvent:
-        """Return what the gateway is told of a failure."""
-        code: wire.Code = "engine_failed"
-        if isinstance(error, RefusalError):
-            code = error.code
-        elif isinstance(error, asyncio.CancelledError):
-            code = "aborted"
-        elif isinstance(error, RegaugeError) and not isinstance(error, EngineError):
-            code = "transfer_failed"
-        return wire.ErrorEvent(code, str(error) or "the request was aborted", self.spec.name)
-
-    def health(self) -> wire.Health:
-        """Return the worker's state."""
-        return wire.Health(
-            status="draining" if self.draining else "ok", role=self.spec.role, name=self.spec.name, pid=os.getpid(),
-            model=self.spec.model_name, free_pages=self.pool.free, pages=self.pool.pages,
-            running=self.engine.running, waiting=max(len(self.jobs) - self.engine.running, 0),
-            quarantined_pages=self.pool.count("quarantined"), transfers=self.totals())  # fmt: skip
-
-    def totals(self) -> Totals:
-        """Return what the transfers came to."""
-        return self.ledger.totals()
+    async def close(self) -> None:
+        """End all jobs, then the engine."""
+        await self.core.close()
 
     @abc.abstractmethod
     def transfers(self) -> tuple[list[TransferState], list[LinkState]]:
         """Describe the transfers that are not over, and the links."""
 
-    def nics(self) -> list[NicState]:
-        """Describe what flow control knows of each receiving NIC."""
-        return []
+    def _pages(self, body: wire.Generate | wire.Prefill) -> int:
+        prefill_only = self.role == "prefill"
+        prompt = len(body.token_ids) + (len(body.generated) if prefill_only else 0)
+        return self.core.pages_for(prompt, body.sampling, prefill_only=prefill_only)
 
-    def debug(self, limit: int) -> WorkerState:
-        """Return what `/debug/transfers` shows, at most `limit` of each kind of thing."""
-        transfers, links = self.transfers()
-        state = WorkerState(
-            self.spec.name, self.spec.role, os.getpid(), time.monotonic(), transfers, links, pool_states([self.pool]),
-            session_states(self.rails), self.totals(), self.nics())  # fmt: skip
-        return bounded(state, limit)
+    def _open(self, body: wire.Generate | wire.Prefill) -> Account:
+        return self.notary.open(body.request_id, self.role, len(body.token_ids) + len(body.generated), body.meter)
 
-    async def close(self) -> None:
-        """End all jobs, then the engine."""
-        self.draining = True
-        for request_id in list(self.jobs):
-            await self.abort(request_id)
-        self.engine.stop()
+    async def _lease(self, body: wire.Generate | wire.Prefill, account: Account) -> tuple[Prompt, Leased]:
+        """Wait for the pages of a request whose text is computed here, as far as they do not hold it already; until then, it counts as to be computed."""
+        self.core.uncomputed[body.request_id] = account.prompt
+        text = self.cache.prompt([*body.token_ids, *body.generated], body.salt.encode())
+        leased = await self.admission.lease(body.transfer_id, self._pages(body), text)
+        account.cached = leased.cached
+        self.core.uncomputed[body.request_id] -= leased.cached
+        return text, leased
+
+    def _computed(self, body: wire.Generate | wire.Prefill, account: Account, tokens: int) -> None:
+        """Note that so many tokens of a request's text are there."""
+        self.core.uncomputed[body.request_id] = account.prompt - tokens
+        account.computed = tokens - account.cached
+
+    def _written(self, body: wire.Generate | wire.Prefill, account: Account) -> Callable[[int, int, int], None]:
+        """Return what notes the tokens that the engine has computed: for `EngineThread.add`."""
+        last = self.core.scheduler.layers - 1
+
+        def written(layer: int, start: int, count: int) -> None:
+            if layer == last and body.request_id in self.core.uncomputed:
+                self._computed(body, account, start + count)
+
+        return written
 
 
 class DecodeWorker(Worker):
     """Takes KV in, and decodes."""
 
-    def __init__(self, spec_: wire.WorkerSpec, memory: Memory, model: LocalModel, rails: Rails) -> None:
-        super().__init__(spec_, memory, model, rails)
+    role: Role = "decode"
+
+    def __init__(
+        self, spec_: wire.WorkerSpec, memory: Memory, model: LocalModel, rails: Rails, core: Core | None = None
+    ) -> None:
+        super().__init__(spec_, memory, model, rails, core)
         config = spec_.config.transfer
         self.links = InboundLinks(spec_.name, bytes.fromhex(spec_.key), memory, rails, [self.pool], config,
                                   judge(spec_.config.quality))  # fmt: skip
@@ -168,32 +136,77 @@ class DecodeWorker(Worker):
         """Describe the transfers that come in, and the links they come over."""
         return self.links.transfers(), self.links.links()
 
-    def totals(self) -> Totals:
-        """Return what the transfers came to, with what the links have counted."""
-        self.ledger.read(self.links)
-        return super().totals()
-
     def nics(self) -> list[NicState]:
         """Describe the NICs that KV comes in by."""
         return self.links.flow()
 
     async def generate(self, body: wire.Generate, events: asyncio.Queue[wire.Event]) -> None:
         """Serve one request: its events, the last of which is a finish or an error, go into the queue."""
+        account = self._open(body)
         try:
-            await self._generate(body, events)
+            await self._generate(body, events, account)
         except asyncio.CancelledError as error:
-            events.put_nowait(self.error(error))
+            events.put_nowait(self.core.error(error, account.close("cancelled")))
             raise
         except RegaugeError as error:
-            events.put_nowait(self.error(error))
+            events.put_nowait(self.core.error(error, account.close("failed")))
         except Exception as error:  # whatever broke, the stream must come to an end
             log.exception("a request broke", request_id=body.request_id)
-            events.put_nowait(self.error(error))
+            events.put_nowait(self.core.error(error, account.close("failed")))
 
-    async def _generate(self, body: wire.Generate, events: asyncio.Queue[wire.Event]) -> None:
-        prompt = len(body.token_ids)
-        pages = await self.admission.lease(body.transfer_id, self.pages_for(prompt, body.sampling))
-        arrival = self.links.expect(body.transfer_id, body.prefill, prompt)
+    async def _generate(self, body: wire.Generate, events: asyncio.Queue[wire.Event], account: Account) -> None:
+        arrived: Arrival | None = None
+        text: Prompt | None = None
+        if body.prefill:
+            leased = await self.admission.lease(body.transfer_id, self._pages(body))
+            arrived = await self._arrival(body, account)
+        else:
+            text, leased = await self._lease(body, account)
+        try:
+            reason: str | None = None
+            generated, sampling = list(body.generated), body.sampling
+            if arrived is not None:
+                first = handover.decode(arrived.handover, ", ".join(body.prefill))
+                events.put_nowait(
+                    wire.TransferEvent(
+                        arrived.path,
+                        arrived.mode,
+                        arrived.wire_bytes,
+                        len(leased.pages),
+                        arrived.seconds,
+                        first.cached[0] if first.cached is not None else None,
+                    )
+                )
+                events.put_nowait(wire.TokenEvent(first.token, first.logprob, first.top, first.seed))
+                account.generated = 1
+                generated.append(first.token)
+                if first.seed is not None:
+                    sampling = msgspec.structs.replace(sampling, seed=first.seed)
+                reason = first.finish_reason or self.scheduler.ends(
+                    sampling, first.token, prompt=len(body.token_ids), generated=len(generated)
+                )
+            if reason is None:
+                request = Request(
+                    id=body.request_id, token_ids=tuple(body.token_ids), pages=np.array(leased.pages, np.int64),
+                    arrived=time.monotonic(), sampling=sampling, generated=tuple(generated),
+                    computed=account.prompt if text is None else leased.cached)  # fmt: skip
+                reason = await self._decode(request, body, text, events, account)
+            final: Any = reason
+            events.put_nowait(
+                wire.FinishEvent(
+                    final,
+                    account.prompt,
+                    account.generated,
+                    None if body.prefill else account.cached,
+                    account.close("complete"),
+                )
+            )
+        finally:
+            await asyncio.shield(self._let_go(body))
+
+    async def _arrival(self, body: wire.Generate, account: Account) -> Arrival:
+        """Wait for the KV cache."""
+        arrival = self.links.expect(body.transfer_id, body.prefill, account.prompt)
         self.ledger.watch(arrival)
         try:
             arrived = await asyncio.shield(arrival)
@@ -202,53 +215,46 @@ class DecodeWorker(Worker):
             if arrival.done() and arrival.exception() is None:
                 self._release(body.transfer_id)  # it had arrived in the same moment
             raise
-        try:
-            first = handover.decode(arrived.handover, ", ".join(body.prefill))
-            events.put_nowait(
-                wire.TransferEvent(arrived.path, arrived.mode, arrived.wire_bytes, len(pages), arrived.seconds)
-            )
-            events.put_nowait(wire.TokenEvent(first.token, first.logprob, first.top))
-            count = 1
-            reason = first.finish_reason or self.scheduler.ends(body.sampling, first.token, prompt=prompt, generated=1)
-            if reason is None:
-                count, reason = await self._decode(body, first, pages, events)
-            final: Any = reason
-            events.put_nowait(wire.FinishEvent(final, prompt, count))
-        finally:
-            await asyncio.shield(self._let_go(body))
+        account.crossed(account.prompt, arrived.path, arrived.counted.nbytes, arrived.counted.digest)
+        return arrived
 
     async def _decode(
-        self, body: wire.Generate, first: Handover, pages: list[int], events: asyncio.Queue[wire.Event]
-    ) -> tuple[int, str]:
+        self, request: Request, body: wire.Generate, text: Prompt | None, events: asyncio.Queue[wire.Event], account: Account
+    ) -> str:  # fmt: skip
+        """Relay the engine's tokens; return why they ended. `text` is computed first, if it is given."""
         outputs: asyncio.Queue[Output] = asyncio.Queue()
-        request = Request(
-            id=body.request_id, token_ids=tuple(body.token_ids), pages=np.array(pages, np.int64), arrived=time.monotonic(),
-            sampling=body.sampling if first.seed is None else msgspec.structs.replace(body.sampling, seed=first.seed),
-            computed=len(body.token_ids), generated=(first.token,))  # fmt: skip
-        await self.engine.add(request, outputs.put_nowait)
+        await self.engine.add(request, outputs.put_nowait, None if text is None else self._written(body, account))
         while True:
             output = await outputs.get()
             if output.error is not None:
                 raise output.error
+            if text is not None and not account.generated:
+                self._computed(body, account, account.prompt)
+                self.cache.keep(body.transfer_id, text, account.prompt)
             top = list(output.top) if output.top is not None else None
-            events.put_nowait(wire.TokenEvent(output.token, output.logprob, top))
+            seed = None if account.generated else output.seed
+            events.put_nowait(wire.TokenEvent(output.token, output.logprob, top, seed))
+            account.generated += 1
             if output.finish_reason is not None:
-                return output.index + 1, output.finish_reason
+                return output.finish_reason
 
     async def _let_go(self, body: wire.Generate) -> None:
         await self.engine.abort(body.request_id)
         self._release(body.transfer_id)
 
     def _release(self, transfer: str) -> None:
-        self.pool.release(transfer)
-        self.admission.pump()
+        self.admission.release(transfer)
 
 
 class PrefillWorker(Worker):
     """Computes prompts, and sends their KV out."""
 
-    def __init__(self, spec_: wire.WorkerSpec, memory: Memory, model: LocalModel, rails: Rails) -> None:
-        super().__init__(spec_, memory, model, rails)
+    role: Role = "prefill"
+
+    def __init__(
+        self, spec_: wire.WorkerSpec, memory: Memory, model: LocalModel, rails: Rails, core: Core | None = None
+    ) -> None:
+        super().__init__(spec_, memory, model, rails, core)
         self.links = OutboundLinks(spec_.name, bytes.fromhex(spec_.key), memory, rails, spec_.config.transfer,
                                    judge(spec_.config.quality))  # fmt: skip
 
@@ -258,18 +264,28 @@ class PrefillWorker(Worker):
 
     async def prefill(self, body: wire.Prefill) -> wire.Prefilled:
         """Serve one request. Raises RegaugeError for what went wrong."""
-        prompt = len(body.token_ids)
+        account = self._open(body)
+        try:
+            return await self._prefill(body, account)
+        except asyncio.CancelledError:
+            account.close("cancelled")
+            raise
+        finally:
+            account.close("failed")  # whatever broke; unless it has ended otherwise
+
+    async def _prefill(self, body: wire.Prefill, account: Account) -> wire.Prefilled:
         if not body.decode:
             raise RefusalError("bad_request", "decode is empty: name the ranks that take the KV cache")
-        pages = np.array(await self.admission.lease(body.transfer_id, self.pages_for(prompt, body.sampling)), np.int64)
+        text, leased = await self._lease(body, account)
+        pages = np.array(leased.pages, np.int64)
         quiet = asyncio.Event()
         out: Outgoing | None = None
         try:
             out = await self.links.start(
-                body.transfer_id, body.decode, [PageTable(pages)], prompt, quiet.set)  # fmt: skip
+                body.transfer_id, body.decode, [PageTable(pages)], account.prompt, quiet.set)  # fmt: skip
             self.ledger.watch(out.finished)
             await out.wait_granted()
-            return await self._compute(body, pages, out)
+            return await self._compute(body, text, leased, out, account)
         except RegaugeError as error:
             if out is None:
                 self.ledger.failed(error)
@@ -281,17 +297,23 @@ class PrefillWorker(Worker):
                 quiet.set()
             await asyncio.shield(self._let_go(body, quiet))
 
-    async def _compute(self, body: wire.Prefill, pages: Any, out: Outgoing) -> wire.Prefilled:
+    async def _compute(
+        self, body: wire.Prefill, text: Prompt, leased: Leased, out: Outgoing, account: Account
+    ) -> wire.Prefilled:
         started = time.monotonic()
+        if leased.cached:
+            out.ready((0, self.scheduler.layers), (0, leased.cached))
         output: asyncio.Future[Output] = asyncio.get_running_loop().create_future()
         request = Request(
-            id=body.request_id, token_ids=tuple(body.token_ids), sampling=body.sampling, pages=pages,
-            arrived=started, prefill_only=True)  # fmt: skip
-        await self.engine.add(
-            request,
-            lambda o: None if output.done() else output.set_result(o),
-            lambda layer, start, count: out.ready((layer, layer + 1), (start, start + count)),
-        )
+            id=body.request_id, token_ids=tuple(body.token_ids), sampling=body.sampling, pages=np.array(leased.pages, np.int64),
+            arrived=started, computed=leased.cached, generated=tuple(body.generated), prefill_only=True)  # fmt: skip
+        written = self._written(body, account)
+
+        def marked(layer: int, start: int, count: int) -> None:
+            out.ready((layer, layer + 1), (start, start + count))
+            written(layer, start, count)
+
+        await self.engine.add(request, lambda o: None if output.done() else output.set_result(o), marked)
         waiting: list[asyncio.Future[Any]] = [output, out.finished]
         await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         if not output.done():
@@ -300,20 +322,24 @@ class PrefillWorker(Worker):
         if first.error is not None:
             raise first.error
         computed = time.monotonic()
+        self._computed(body, account, account.prompt)
+        self.cache.keep(body.transfer_id, text, account.prompt)
         reason = None if first.finish_reason == "prefill" else first.finish_reason
         top = list(first.top) if first.top is not None else None
-        out.finish(handover.encode(Handover(first.token, first.seed, reason, first.logprob, top)))
+        cached = (account.cached, 0, 0)
+        out.finish(handover.encode(Handover(first.token, first.seed, reason, first.logprob, top, cached)))
         done = await out.done()
-        log.info("prefilled", request_id=body.request_id, tokens=len(body.token_ids), path=out.path, mode=out.mode,
+        account.crossed(account.prompt - out.first, out.path, done.counted.nbytes, done.counted.digest)
+        log.info("prefilled", request_id=body.request_id, tokens=account.prompt, cached=account.cached, path=out.path, mode=out.mode,
                  wire_bytes=done.wire_bytes, prefill_s=round(computed - started, 6),
                  after_last_layer_s=round(time.monotonic() - computed, 6))  # fmt: skip
         return wire.Prefilled(
-            first_token=first.token, computed_tokens=len(body.token_ids), cached_tokens=0,
-            prefill_seconds=computed - started, transfer_seconds=time.monotonic() - computed)  # fmt: skip
+            first_token=first.token, computed_tokens=account.computed, cached_tokens=account.cached,
+            prefill_seconds=computed - started, transfer_seconds=time.monotonic() - computed,
+            receipt=account.close("complete"))  # fmt: skip
 
     async def _let_go(self, body: wire.Prefill, quiet: asyncio.Event) -> None:
         """Free the pages when neither the engine nor a write reads them any more."""
         await self.engine.abort(body.request_id)
         await quiet.wait()
-        self.pool.release(body.transfer_id)
-        self.admission.pump()
+        self.admission.release(body.transfer_id)

@@ -10,6 +10,7 @@ import contextlib
 import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,23 +25,25 @@ from starlette.routing import Route
 
 from regauge.engines.local.kv import allocate
 from regauge.engines.local.model import LocalModel
-from regauge.errors import ConfigError, PeerLost, ProtocolError, RegaugeError
+from regauge.errors import ConfigError, ProtocolError, RegaugeError
 from regauge.layout import files
 from regauge.move.state import shown
 from regauge.move.transports import open_rails
 from regauge.observe import setup_logging
 from regauge.serve import wire
-from regauge.serve.gateway import listen
+from regauge.serve.cache_api import cache_news
+from regauge.serve.local_worker import LocalWorker
+from regauge.serve.server import listen
 from regauge.serve.tied import die_with_parent
 from regauge.serve.worker import DecodeWorker, PrefillWorker
 
 log = structlog.get_logger()
 Handler = Callable[[HttpRequest], Awaitable[Response]]
-WARM_TRIES = 120
 
 
-def routes(worker: DecodeWorker | PrefillWorker) -> list[Route]:
+def routes(worker: LocalWorker) -> list[Route]:
     """Return the internal API of a worker; see `wire.py`."""
+    api = _Api(worker)
 
     def guarded(handler: Handler) -> Handler:
         async def call(request: HttpRequest) -> Response:
@@ -48,64 +51,88 @@ def routes(worker: DecodeWorker | PrefillWorker) -> list[Route]:
                 return _reply(wire.ErrorEvent("unauthorized", "wrong or missing bearer token", worker.spec.name))
             try:
                 return await handler(request)
-            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ProtocolError) as error:
                 return _reply(wire.ErrorEvent("bad_request", str(error), worker.spec.name))
             except ClientDisconnect:
                 return _reply(
                     wire.ErrorEvent("aborted", "the connection closed before the body's end", worker.spec.name)
                 )
             except RegaugeError as error:
-                return _reply(worker.error(error))
+                return _reply(worker.core.error(error))
 
         return call
 
-    async def health(_: HttpRequest) -> Response:
-        return _json(worker.health())
-
-    async def debug(request: HttpRequest) -> Response:
-        try:
-            return _json(worker.debug(shown(request.query_params.get("limit"))))
-        except ProtocolError as error:
-            return _reply(wire.ErrorEvent("bad_request", str(error), worker.spec.name))
-
-    async def delete(request: HttpRequest) -> Response:
-        return _json(wire.Aborted(await worker.abort(request.path_params["request_id"])))
-
-    async def work(request: HttpRequest) -> Response:
-        return await (_generate(worker, request) if isinstance(worker, DecodeWorker) else _prefill(worker, request))
-
     return [
-        Route(wire.HEALTH_PATH, guarded(health)),
-        Route(wire.DEBUG_PATH, guarded(debug)),
-        Route(wire.REQUESTS_PATH + "/{request_id}", guarded(delete), methods=["DELETE"]),
-        Route(
-            wire.GENERATE_PATH if worker.spec.role == "decode" else wire.PREFILL_PATH,
-            guarded(work),
-            methods=["POST"],
-        ),
+        Route(wire.HEALTH_PATH, guarded(api.health)),
+        Route(wire.DEBUG_PATH, guarded(api.debug)),
+        Route(wire.CACHE_PATH, guarded(partial(cache_news, worker.core)), methods=["GET", "DELETE"]),
+        Route(wire.REQUESTS_PATH + "/{request_id}", guarded(api.delete), methods=["DELETE"]),
+        Route(wire.RECEIPTS_PATH, guarded(api.receipts)),
+        Route(wire.ROLE_PATH, guarded(api.role), methods=["POST"]),
+        Route(wire.GENERATE_PATH, guarded(api.generate), methods=["POST"]),
+        Route(wire.PREFILL_PATH, guarded(api.prefill), methods=["POST"]),
     ]
+
+
+class _Api:
+    def __init__(self, worker: LocalWorker) -> None:
+        self.worker = worker
+
+    async def health(self, _: HttpRequest) -> Response:
+        return _json(self.worker.health())
+
+    async def debug(self, request: HttpRequest) -> Response:
+        return _json(self.worker.debug(shown(request.query_params.get("limit"))))
+
+    async def delete(self, request: HttpRequest) -> Response:
+        name, core = request.path_params["request_id"], self.worker.core
+        return _json(wire.Aborted(await core.abort(name), core.notary.line(name)))
+
+    async def receipts(self, request: HttpRequest) -> Response:
+        since = _whole(request, "since", 0, 0, 1 << 53)
+        limit = _whole(request, "limit", wire.MAX_RECEIPTS, 1, wire.MAX_RECEIPTS)
+        return _json(self.worker.core.notary.since(since, limit))
+
+    async def role(self, request: HttpRequest) -> Response:
+        return _json(self.worker.take(msgspec.json.decode(await request.body(), type=wire.Roles).roles))
+
+    async def generate(self, request: HttpRequest) -> Response:
+        return await _generate(self.worker.decode, request)
+
+    async def prefill(self, request: HttpRequest) -> Response:
+        return await _prefill(self.worker.prefill, request)
+
+
+def _whole(request: HttpRequest, name: str, default: int, least: int, most: int) -> int:
+    """Read a number of the query. Raises ProtocolError."""
+    text = request.query_params.get(name)
+    if text is None:
+        return default
+    if not (text.isascii() and text.isdigit() and len(text) <= len(str(most)) and least <= int(text) <= most):
+        raise ProtocolError(f"{name} must be a whole number from {least} to {most}")
+    return int(text)
 
 
 async def _generate(worker: DecodeWorker, request: HttpRequest) -> Response:
     body = msgspec.json.decode(await request.body(), type=wire.Generate)
-    worker.admit(body.request_id, len(body.token_ids), worker.pages_for(len(body.token_ids), body.sampling))
     events: asyncio.Queue[wire.Event] = asyncio.Queue()
-    job = worker.start(body.request_id, worker.generate(body, events))
+    job = worker.start(body, worker.generate(body, events))
     return StreamingResponse(_lines(job, events), media_type=wire.NDJSON)
 
 
 async def _prefill(worker: PrefillWorker, request: HttpRequest) -> Response:
     body = msgspec.json.decode(await request.body(), type=wire.Prefill)
-    worker.admit(body.request_id, len(body.token_ids), worker.pages_for(len(body.token_ids), body.sampling))
-    job = worker.start(body.request_id, worker.prefill(body))
+    job = worker.start(body, worker.prefill(body))
     gone = asyncio.create_task(_disconnected(request))
     try:
         await asyncio.wait([job, gone], return_when=asyncio.FIRST_COMPLETED)
         if not job.done():
-            await worker.abort(body.request_id)
+            await worker.core.abort(body.request_id)
         if job.cancelled():
-            return _reply(wire.ErrorEvent("aborted", "the request was aborted", worker.spec.name))
+            return _reply(worker.core.error(asyncio.CancelledError(), worker.notary.line(body.request_id)))
         return _json(job.result())
+    except RegaugeError as error:
+        return _reply(worker.core.error(error, worker.notary.line(body.request_id)))
     finally:
         gone.cancel()
 
@@ -144,20 +171,6 @@ class _Server(uvicorn.Server):
         yield
 
 
-async def _warm(worker: PrefillWorker) -> None:
-    """Link to the decode workers before the first request does, once each of them is there."""
-    for peer, address in worker.spec.peers.items():
-        for _ in range(WARM_TRIES):
-            try:
-                await worker.links.connect(peer, address)
-                break
-            except PeerLost:
-                await asyncio.sleep(1.0)  # it is still loading
-            except RegaugeError as error:
-                log.warning("no link yet", peer=peer, error=str(error))
-                break
-
-
 async def run(spec_: wire.WorkerSpec) -> None:
     """Load the model, open the links, serve until SIGTERM."""
     config = spec_.config
@@ -167,14 +180,8 @@ async def run(spec_: wire.WorkerSpec) -> None:
     key = bytes.fromhex(spec_.key)
     rails = await asyncio.to_thread(open_rails, config.transfer, key=key, name=spec_.name)
     rails.register(memory.slab)
-    worker: DecodeWorker | PrefillWorker
-    warming: asyncio.Task[None] | None = None
-    if spec_.role == "decode":
-        worker = DecodeWorker(spec_, memory, model, rails)
-        await worker.links.start(config.transfer.control or config.transfer.host, spec_.control_port)
-    else:
-        worker = PrefillWorker(spec_, memory, model, rails)
-        warming = asyncio.create_task(_warm(worker))
+    worker = LocalWorker(spec_, memory, model, rails)
+    await worker.start()
     sock = listen(wire.WORKER_HOST, spec_.port)
     server = _Server(uvicorn.Config(Starlette(routes=routes(worker)), log_config=None, log_level="warning",
                                     access_log=False, timeout_graceful_shutdown=5))  # fmt: skip
@@ -183,19 +190,17 @@ async def run(spec_: wire.WorkerSpec) -> None:
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     serving = asyncio.create_task(server.serve(sockets=[sock]))
     stopping = asyncio.create_task(stop.wait())
-    log.info("ready", role=spec_.role, pages=worker.pool.pages, page_size=worker.pool.page_size)
-    ends: list[asyncio.Future[Any]] = [serving, stopping, worker.engine.failed]
+    pool, failed = worker.core.pool, worker.core.engine.failed
+    log.info("ready", role=spec_.role, pages=pool.pages, page_size=pool.page_size)
+    ends: list[asyncio.Future[Any]] = [serving, stopping, failed]
     await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
     server.should_exit = True
-    if warming is not None:
-        warming.cancel()
     await worker.close()
     await serving
-    await worker.links.close()
     rails.close()
     memory.slab.close()
-    if worker.engine.failed.done():
-        worker.engine.failed.result()
+    if failed.done():
+        failed.result()
 
 
 def main(arguments: list[str]) -> int:

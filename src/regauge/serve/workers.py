@@ -1,29 +1,22 @@
-"""The pair of workers that a gateway serves with, and what it knows of their health."""
+"""A worker of a gateway, and what is known of its health."""
 
 from __future__ import annotations
 
 import asyncio
-import ssl
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Final
 
-from regauge.config import EngineName
-from regauge.errors import ConfigError, ProtocolError, RegaugeError
+from regauge.errors import ProtocolError, RegaugeError
 from regauge.move.state import Totals
 from regauge.observe import ERROR, ROLE, WORKER, Metrics, get_logger
 from regauge.serve import wire
-from regauge.serve.client import WorkerClient
 from regauge.serve.connection import Connection, RequestTimeout, WorkerError, WorkerLost
 from regauge.serve.debug import WorkerView
-from regauge.serve.engine_client import EngineClient
-from regauge.serve.sglang import SglangClient
-from regauge.serve.vllm import VllmClient
 
 DEBUG_S: Final = 2.0
-_DIALECTS: Final[Mapping[EngineName, type[EngineClient]]] = {"vllm": VllmClient, "sglang": SglangClient}
 
 
 @dataclass(frozen=True)
@@ -38,12 +31,21 @@ class HealthPolicy:
 class Worker:
     """One worker and what is known of its health: `up`, since when, and why not."""
 
-    def __init__(self, client: Connection, metrics: Metrics, policy: HealthPolicy) -> None:
+    def __init__(
+        self,
+        client: Connection,
+        metrics: Metrics,
+        policy: HealthPolicy,
+        told: Callable[[Worker, wire.Health | None], None] = lambda *_: None,
+    ) -> None:
+        """`told` is called after each poll, with what the worker has answered."""
         self.client = client
         self.up = False
         self.since = datetime.now(UTC)
         self.reason = "it was not asked yet"
         self.draining = False
+        self.health: wire.Health | None = None
+        """The latest that it has told."""
         self._metrics = metrics
         self._policy = policy
         self._missed = 0
@@ -51,12 +53,11 @@ class Worker:
         self._counted = Totals()
         """What is in the metrics of the process `_pid`."""
         self._doubt = asyncio.Event()
-        self._begun = 0
+        self._told = told
+        self.begun = 0
         """Polls so far."""
-        self._answered = 0
+        self.answered = 0
         """The latest of them that was answered."""
-        self._polled = asyncio.Event()
-        """Set by the end of the next poll, which puts another one here."""
         metrics.worker_down(client.name, client.role)
 
     @property
@@ -64,16 +65,14 @@ class Worker:
         """Whether it takes requests."""
         return self.up and not self.draining
 
+    @property
+    def computes(self) -> bool:
+        """Whether it can decode a prompt that it has to compute itself."""
+        return self.client.computes or (self.health is not None and self.health.computes)
+
     def doubt(self) -> None:
         """Ask at once: a request has just lost this worker."""
         self._doubt.set()
-
-    async def returned(self) -> None:
-        """Wait until it is usable, as a poll finds it that begins after this call."""
-        self.doubt()
-        before = self._begun
-        while self._answered <= before or not self.usable:
-            await self._polled.wait()
 
     async def watch(self) -> None:
         """Poll the worker until cancelled."""
@@ -86,12 +85,10 @@ class Worker:
 
     async def poll(self) -> None:
         """Ask once, and note the outcome."""
-        self._begun += 1
-        await self._poll(self._begun)
-        polled, self._polled = self._polled, asyncio.Event()
-        polled.set()
+        self.begun += 1
+        self._told(self, await self._poll(self.begun))
 
-    async def _poll(self, number: int) -> None:
+    async def _poll(self, number: int) -> wire.Health | None:
         try:
             health = await self.client.health(self._policy.limit_s)
         except RequestTimeout as error:
@@ -103,7 +100,7 @@ class Worker:
         except (WorkerError, ProtocolError) as error:
             self._note(False, str(error))
         else:
-            self._missed, self._answered = 0, number
+            self._missed, self.answered, self.health = 0, number, health
             self.draining = health.status == "draining"
             self._note(True, "")
             self._metrics.worker_up.labels(self.client.name, self.client.role).set(1)
@@ -118,6 +115,8 @@ class Worker:
                     quarantined_pages=health.quarantined_pages,
                 )
             self._count(health)
+            return health
+        return None
 
     def _count(self, health: wire.Health) -> None:
         """Add what the worker's totals have grown by; a restarted one begins anew."""
@@ -154,49 +153,3 @@ async def view(worker: Worker, limit: int) -> WorkerView:
     except RegaugeError as error:
         reason = str(error)
     return WorkerView(worker.client.name, worker.client.role, worker.up, worker.since, reason, state)
-
-
-@dataclass(frozen=True)
-class Workers:
-    """The pair that the gateway serves with."""
-
-    prefill: Worker
-    decode: Worker
-
-    @classmethod
-    def connect(
-        cls,
-        addresses: Sequence[wire.WorkerAddress],
-        token: str,
-        metrics: Metrics,
-        policy: HealthPolicy = HealthPolicy(),
-        *,
-        model: str = "",
-        key: bytes = b"",
-        tls: ssl.SSLContext | None = None,
-    ) -> Workers:
-        """Make the pair from the two addresses; `key` and `tls` are of the transfer plane, for engines' status.
-
-        Raises ConfigError unless there is exactly one of each role.
-        """
-        by_role = {address.role: address for address in addresses}
-        if len(addresses) != 2 or len(by_role) != 2:
-            given = ", ".join(f"{address.name} ({address.role})" for address in addresses) or "none"
-            raise ConfigError(f"workers: one prefill and one decode worker are needed, got {given}")
-        clients: list[Connection] = [
-            _DIALECTS[each.engine](each, each.token or token, model, key, tls)
-            if each.engine in _DIALECTS
-            else WorkerClient(each, token)
-            for each in (by_role["prefill"], by_role["decode"])
-        ]
-        return cls(*(Worker(client, metrics, policy) for client in clients))
-
-    def both(self) -> tuple[Worker, Worker]:
-        """Return the prefill and the decode worker."""
-        return self.prefill, self.decode
-
-    def fault(self) -> Worker | None:
-        """Return a worker without which no request can be served now, if there is one."""
-        if self.decode.usable and (self.prefill.usable or self.decode.client.computes):
-            return None
-        return self.prefill if self.decode.usable else self.decode

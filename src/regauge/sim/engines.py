@@ -7,7 +7,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from regauge.route.cluster import CacheEvent, Load, Removed, Stored
+from regauge.blocks import CacheEvent, Removed, Stored
+from regauge.route.cluster import Load
 from regauge.sim.clock import Clock
 
 PARTS = 8

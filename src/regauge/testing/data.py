@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from regauge.move import messages as m
+from regauge.move.counted import Counted
 from regauge.move.protocol import Check, Write
 from regauge.testing.network import Flight, Link
-from regauge.testing.process import Process, expected
+from regauge.testing.process import Job, Process, expected
 from regauge.testing.shape import CORRUPT, digest
 from regauge.testing.violation import Violation
 
@@ -134,6 +135,15 @@ def untouched(world: World, process: Process, transfer: str) -> None:
             continue
         if busy:
             raise Violation(f"{process.place.name} gives back pages of {transfer} under {busy[0]}")
+
+
+def agree(job: Job) -> None:
+    """Raise Violation unless both sides count the same bytes and digests, once all ranks have seen the transfer delivered."""
+    if len(job.counted) < len(job.prefill) + len(job.decode):
+        return
+    p, d = (sum((job.counted[rank] for rank in ranks), Counted()) for ranks in (job.prefill, job.decode))
+    if p != d or not p.nbytes:
+        raise Violation(f"{job.name}: prefill counts {p}, decode counts {d}")
 
 
 def kind(reason: str) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from regauge.move import messages as m
+from regauge.move.counted import Counted
 from regauge.move.flow import ReceiverFlow
 from regauge.move.flow_types import NicLimits
 from regauge.move.pages import PagePool
@@ -33,6 +34,8 @@ class Job:
     """Ranks that have not begun it."""
     delivered: list[str] = field(default_factory=list)
     """Decode ranks that have committed it."""
+    counted: dict[str, Counted] = field(default_factory=dict)
+    """What each rank that has seen it delivered says of its bytes."""
 
 
 @dataclass(slots=True)

@@ -10,7 +10,7 @@ Within one connection messages keep their order and come once: it is a TCP conne
 
 Raises Violation when: a write, or a check that brings a chunk into place, touches pages that its transfer does not hold; a source page is given
 back under a write; a transfer is delivered with a wrong cell, ends twice, outlives its bound, or is delivered on prefill only; a chunk that nobody
-spoilt has another digest; credit is exceeded; a page has no owner or two. A ProtocolError is a violation too: all peers are correct.
+spoilt has another digest; the two sides count other bytes, or another sum of digests; credit is exceeded; a page has no owner or two. A ProtocolError is a violation too: all peers are correct.
 """
 
 from __future__ import annotations
@@ -350,6 +350,8 @@ class World:
             raise Violation(f"{job.name} on {name}: {action} after {side.ended or 'nothing'}")
         if isinstance(action, Delivered):
             side.ended = "delivered"
+            job.counted[name] = action.counted
+            data.agree(job)
             self.stats[f"delivered on {'prefill' if process.sender else 'decode'}"] += 1
             if process.receiver is not None:
                 process.pool.commit(job.name)

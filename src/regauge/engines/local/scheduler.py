@@ -1,8 +1,8 @@
 """Continuous batching on one model: which tokens of which requests are computed in the next step.
 
 Every step takes the requests that decode (up to `max_batch`, in turn) and whole prompt chunks of waiting
-requests, oldest first, up to `chunk_tokens`. A prompt is cut every `chunk_tokens` tokens from where its
-computation starts, whoever shares the step, so that a prefill worker and a monolithic run cut it alike.
+requests, oldest first, up to `chunk_tokens`. A prompt is cut at the multiples of `chunk_tokens`, whoever shares the
+step and wherever its computation starts, so that a prefill worker, one whose cache has its beginning, and a monolithic run cut it alike.
 
 Synchronous, without threads or I/O; pages belong to the caller, who frees them when a request has ended.
 """
@@ -22,6 +22,7 @@ import numpy.typing as npt
 from regauge.config import EngineConfig
 from regauge.engines.local.model import KVStore, LocalModel, Segment
 from regauge.engines.local.sampling import Sampler, SamplingParams
+from regauge.engines.local.speed import Work
 from regauge.errors import EngineError
 
 FinishReason = Literal["stop", "length", "prefill", "error"]
@@ -84,7 +85,8 @@ class _Running:
     """Whether the text so far ends with a token that was sampled and only awaits its own computation."""
 
     def __post_init__(self) -> None:
-        self.sampled = bool(self.request.generated) and self.computed == len(self.tokens) - 1
+        last = bool(self.request.generated) and self.computed == len(self.tokens) - 1
+        self.sampled = last and not self.request.prefill_only  # else that token is part of what is to be delivered
 
     @property
     def remaining(self) -> int:
@@ -113,6 +115,13 @@ class Scheduler:
         self._all: dict[str, _Running] = {}
         self._waiting: list[_Running] = []
         self._decoding: deque[_Running] = deque()
+        self.work = Work()
+        """Of the last step."""
+
+    @property
+    def layers(self) -> int:
+        """Layers of the model, as `on_layer` counts them."""
+        return self._model.num_layers
 
     @property
     def has_work(self) -> bool:
@@ -163,7 +172,10 @@ class Scheduler:
         A failure inside the model or in `on_layer` ends every request of the step, a failure to choose a token
         that request alone: their outputs carry the EngineError. Requests outside the step go on.
         """
+        decoding = len(self._decoding)
         batch = self._choose()
+        decoded = sum(entry.sampled for entry, _ in batch)
+        self.work = Work(sum(count for entry, count in batch if not entry.sampled), decoded, decoding)
         if not batch:
             return []
         segments = [Segment(entry.request.id, entry.request.pages, entry.computed, count) for entry, count in batch]
@@ -194,7 +206,7 @@ class Scheduler:
         self._decoding.rotate(-turn)
         room = self._config.chunk_tokens
         for entry in self._waiting:
-            count = min(self._config.chunk_tokens, entry.remaining)
+            count = min(self._config.chunk_tokens - entry.computed % self._config.chunk_tokens, entry.remaining)
             if count > room:
                 break  # a shorter chunk would make the cuts depend on who else is here
             batch.append((entry, count))

@@ -9,12 +9,14 @@ import asyncio
 import contextlib
 import queue
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import structlog
 
 from regauge.engines.local.scheduler import Output, Request, Scheduler
+from regauge.engines.local.speed import Speed, Work
 from regauge.errors import EngineError
 
 log = structlog.get_logger()
@@ -38,6 +40,7 @@ class EngineThread:
         self._loop = asyncio.get_running_loop()
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._callbacks: dict[str, _Callbacks] = {}
+        self.speed = Speed()
         self.failed: asyncio.Future[None] = self._loop.create_future()
         """Raises what ended the thread, if anything does."""
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -87,8 +90,10 @@ class EngineThread:
         try:
             while self._obey():
                 if self._scheduler.has_work:
+                    begun = time.monotonic()
                     outputs = self._scheduler.step(self._on_layer)
-                    self._loop.call_soon_threadsafe(self._deliver, outputs)
+                    seconds = time.monotonic() - begun
+                    self._loop.call_soon_threadsafe(self._deliver, outputs, self._scheduler.work, seconds)
         except Exception as error:
             log.exception("the engine's thread ended")
             self._loop.call_soon_threadsafe(_fail, self.failed, EngineError(f"the engine ended: {error}"))
@@ -113,7 +118,8 @@ class EngineThread:
         if callbacks is not None and callbacks.layers is not None:
             callbacks.layers(layer, start, count)
 
-    def _deliver(self, outputs: list[Output]) -> None:
+    def _deliver(self, outputs: list[Output], work: Work, seconds: float) -> None:
+        self.speed.add(work, seconds)
         for output in outputs:
             callbacks = self._callbacks.get(output.request_id)
             if output.finish_reason is not None:

@@ -1,0 +1,65 @@
+"""What the gateway's small routes answer: models, health, version."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Literal
+
+import msgspec
+
+from regauge.config import Role
+
+
+class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
+    """A model, as the OpenAI API describes one; `max_model_len` is its context, in tokens of prompt and answer."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "regauge"
+    max_model_len: int
+
+
+class ModelList(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer of `GET /v1/models`."""
+
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class Health(msgspec.Struct, frozen=True):
+    """Answer of `GET /health`."""
+
+    status: Literal["ok"] = "ok"
+
+
+class WorkerHealth(msgspec.Struct, frozen=True):
+    """A worker, and since when it is up or not."""
+
+    name: str
+    role: Role
+    up: bool
+    since: datetime
+    reason: str
+
+
+class Ready(msgspec.Struct, frozen=True):
+    """Answer of `GET /ready`; "degraded": decode computes prompts itself, for want of a prefill worker."""
+
+    status: Literal["ready", "degraded", "unavailable"]
+    workers: list[WorkerHealth]
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """The path of the pair of layouts, and why."""
+
+    path: str
+    text: str
+
+
+class Version(msgspec.Struct, frozen=True):
+    """Answer of `GET /version`."""
+
+    version: str
+    model: str
+    verdict: Verdict

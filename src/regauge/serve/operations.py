@@ -1,0 +1,112 @@
+"""The gateway's endpoints for whoever runs it: health, metrics, how workers stand, and why a request went where it went."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Final
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from regauge import __version__
+from regauge.errors import ProtocolError
+from regauge.move.state import shown
+from regauge.observe import Metrics
+from regauge.serve import wire
+from regauge.serve.answer import JSON, House
+from regauge.serve.cards import Health, Ready, Verdict, Version, WorkerHealth
+from regauge.serve.debug import Overview, is_loopback
+from regauge.serve.openai import ApiError, bad
+from regauge.serve.relay import Service
+from regauge.serve.workers import view
+
+WHY_PATH: Final = "/debug/why"
+
+
+class Operations:
+    """The endpoints."""
+
+    def __init__(self, service: Service, house: House, metrics: Metrics) -> None:
+        self._service = service
+        self._house = house
+        self._metrics = metrics
+
+    def routes(self) -> list[Route]:
+        """Return the routes; `observe.ROUTES` lists the same for the metrics' labels."""
+        return [
+            Route("/health", self.health),
+            Route("/ready", self.ready),
+            Route("/metrics", self.scrape),
+            Route("/version", self.version),
+            Route(wire.DEBUG_PATH, self.debug),
+            Route(f"{WHY_PATH}/{{id}}", self.why),
+        ]
+
+    async def health(self, _: Request) -> Response:
+        """`GET /health`: this process is alive."""
+        return _json(Health())
+
+    async def ready(self, _: Request) -> Response:
+        """`GET /ready`: requests can be served; else 503. The body names workers that do not answer, and since when.
+
+        Where a worker is missing and others do its work, the status is "degraded".
+        """
+        fleet = self._service.fleet
+        workers = [
+            WorkerHealth(worker.client.name, worker.client.role, worker.up, worker.since, worker.reason)
+            for worker in fleet.workers.values()
+        ]
+        ready = not (self._house.draining or fleet.fault())
+        if not ready:
+            return _json(Ready("unavailable", workers), 503)
+        return _json(Ready("ready" if fleet.whole else "degraded", workers))
+
+    async def scrape(self, _: Request) -> Response:
+        """`GET /metrics`, for Prometheus."""
+        text, kind = self._metrics.exposition()
+        return Response(text, media_type=kind)
+
+    async def version(self, _: Request) -> Response:
+        """`GET /version`."""
+        verdict = self._service.fleet.verdict
+        return _json(Version(__version__, self._service.model, Verdict(verdict.path, verdict.text)))
+
+    async def debug(self, request: Request) -> Response:
+        """`GET /debug/transfers`: how transfers, links and pools of all workers stand; for this machine only."""
+        _need_loopback(request, wire.DEBUG_PATH)
+        limit = request.query_params.get("limit")
+        try:
+            count = shown(limit)
+        except ProtocolError as error:
+            raise bad("limit", str(error)) from error
+        fleet = self._service.fleet
+        views = await asyncio.gather(*(view(worker, count) for worker in list(fleet.workers.values())))
+        overview = Overview(
+            __version__, self._service.model, fleet.verdict.path, self._house.choices, time.time(), list(views)
+        )
+        return Response(msgspec.json.encode(overview), media_type=JSON)
+
+    async def why(self, request: Request) -> Response:
+        """`GET /debug/why/{id}`: how a request was routed, by its X-Request-Id or a receipt's id; for this machine only."""
+        _need_loopback(request, WHY_PATH)
+        name, journal = request.path_params["id"], self._service.fleet.router.journal
+        found = [record for each in self._service.names.of(name) if (record := journal.of(each)) is not None]
+        if not found:
+            message = (
+                f"request {name!r} is not known to this gateway process: it keeps the newest route.keep_routes alone"
+            )
+            raise ApiError(404, message, code="request_not_found")
+        return _json({"requests": [{**record.data(), "text": record.text()} for record in found]})
+
+
+def _need_loopback(request: Request, path: str) -> None:
+    if not is_loopback(request.client.host if request.client else ""):
+        message = f"{path} answers on loopback alone: ask on the gateway's machine, as by ssh"
+        raise ApiError(403, message, code="loopback_only")
+
+
+def _json(value: object, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(value), status, media_type=JSON)

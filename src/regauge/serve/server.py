@@ -1,0 +1,169 @@
+"""The HTTP server of a gateway process: uvicorn with our protocol, TLS that can be read anew, and an end in order."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import socket
+import ssl
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, cast
+
+import uvicorn
+from starlette.applications import Starlette
+
+from regauge.config_gateway import ClientTlsConfig, GatewayConfig
+from regauge.errors import ConfigError
+from regauge.observe import Metrics
+from regauge.serve.answer import House
+from regauge.serve.protocol import SWEEP_S, Door, Protocol
+
+GRACE_S: Final = 10.0
+"""Seconds that running requests get to end by themselves when the gateway shuts down."""
+CLOSE_S: Final = 5.0
+BACKLOG: Final = 1_024
+PROXIES: Final = ["127.0.0.1", "::1", "::ffff:127.0.0.1"]
+"""Whose X-Forwarded-For counts: this machine's, however it is spelled. Else what a proxy passes on would look like this machine."""
+_TICKS: Final = round(SWEEP_S / 0.1)
+"""uvicorn's ticks, ten a second, between two sweeps."""
+
+
+class Server(uvicorn.Server):
+    """uvicorn for the gateway's app.
+
+    On a signal (or `should_exit`) it stops accepting; requests that outlive the grace get an error event, not a
+    broken connection. `private`: also answer on this Unix socket, without TLS, for whoever may enter its folder: the supervisor.
+    """
+
+    def __init__(
+        self,
+        app: Starlette,
+        grace_s: float = GRACE_S,
+        *,
+        rules: GatewayConfig | None = None,
+        tls: ssl.SSLContext | None = None,
+        private: Path | None = None,
+    ) -> None:
+        metrics: Metrics = app.state.metrics
+        self.door = Door(GatewayConfig() if rules is None else rules, metrics)
+        self._protocol: Any = partial(Protocol, door=self.door)
+        settings = uvicorn.Config(
+            app,
+            http=cast("Any", self._protocol),
+            ws="none",
+            lifespan="on",
+            log_config=None,
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            forwarded_allow_ips=PROXIES,
+            timeout_keep_alive=self.door.rules.idle_s,  # type: ignore[arg-type]  # it goes to call_later
+            timeout_graceful_shutdown=int(grace_s + CLOSE_S),
+            ssl_context_factory=None if tls is None else lambda _config, _default: tls,
+        )
+        super().__init__(settings)
+        self._house: House = app.state.house
+        self._grace_s = grace_s
+        self._private = private
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen."""
+        await super().startup(sockets)
+        if self._private is not None:
+            protocol = partial(
+                self._protocol,
+                config=self.config, server_state=self.server_state, app_state=self.lifespan.state,
+            )  # fmt: skip
+            self._private.unlink(missing_ok=True)  # of the process before this one
+            self.servers.append(await asyncio.get_running_loop().create_unix_server(protocol, self._private))
+
+    async def on_tick(self, counter: int) -> bool:
+        """Look at all connections, now and then."""
+        if counter % _TICKS == 0:
+            now = asyncio.get_running_loop().time()
+            for connection in [*self.server_state.connections]:
+                if isinstance(connection, Protocol):
+                    connection.sweep(now)
+        return await super().on_tick(counter)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Close the listening sockets, drain the house, close the connections."""
+        drain = asyncio.create_task(self._house.drain(self._grace_s))
+        await super().shutdown(sockets)
+        await drain
+
+
+def listen(host: str, port: int, *, shared: bool = False) -> socket.socket:
+    """Return a listening socket. Raises ConfigError: uvicorn would exit the process when the port is taken.
+
+    `shared`: others of this user may listen on the same port, too (SO_REUSEPORT), and the system deals connections out to all.
+    """
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:  # the latter for a host name that cannot be one
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"host {host!r}: {reason}; choose another with --host") from error
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if shared:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    try:
+        listener.bind(address)
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        taken = error.errno == errno.EADDRINUSE
+        reason = "is taken by another process" if taken else f"cannot be had: {error.strerror}"
+        raise ConfigError(f"port {port} on {host} {reason}; choose another with --port") from error
+    return listener
+
+
+def listeners(host: str, port: int, count: int) -> list[socket.socket]:
+    """Return a listening socket for each of so many processes, all on one port. Raises ConfigError.
+
+    Each process has one of its own, so that the system deals connections out evenly by their addresses; one socket for all would give most of them to
+    whichever process wakes first. The supervisor makes and keeps them: a process that dies leaves its queue of connections to the next one, and
+    none is refused meanwhile.
+    """
+    if count == 1:
+        return [listen(host, port)]
+    listen(host, port).close()  # without sharing: a port that something else listens on is taken
+    made: list[socket.socket] = []
+    try:
+        made.extend(listen(host, port, shared=True) for _ in range(count))  # what is made is kept, also where one fails
+    except BaseException:
+        for each in made:
+            each.close()
+        raise
+    return made
+
+
+def tls_context(config: ClientTlsConfig) -> ssl.SSLContext:
+    """Return the context for clients. Raises ConfigError that names the setting."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.set_alpn_protocols(["http/1.1"])
+    load_chain(context, config)
+    if config.authority:
+        try:
+            context.load_verify_locations(config.authority)
+        except OSError as error:
+            raise ConfigError(f"gateway.tls.authority {config.authority!r}: {error.strerror or error}") from error
+        context.verify_mode = ssl.CERT_REQUIRED
+    return context
+
+
+def load_chain(context: ssl.SSLContext, config: ClientTlsConfig) -> None:
+    """Put certificate and key into a context, for connections that come from now on. Raises ConfigError: nothing has changed."""
+    scratch = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)  # OpenSSL would keep a certificate whose key does not fit
+    for each in (scratch, context):
+        try:
+            each.load_cert_chain(config.certificate, config.key, password=_no_password)
+        except (OSError, ValueError) as error:
+            what = f"gateway.tls.certificate {config.certificate!r} and key {config.key!r}"
+            raise ConfigError(f"{what}: {getattr(error, 'strerror', None) or error}") from error
+
+
+def _no_password() -> str:
+    raise ValueError("the key is encrypted; give it without a password, readable for this user alone")
