@@ -138,6 +138,7 @@ class Metrics:
     resumed: Counter
     receipts: Counter
     receipts_refused: Counter
+    receipts_troubled: Gauge
     completion_tokens: Counter
     transfer_bytes: Histogram
     transfer_seconds: Histogram
@@ -226,6 +227,13 @@ class Metrics:
                 "regauge_receipts_refused_total",
                 "Receipts that were not taken: forged, malformed, or too many at once.",
                 registry=registry,
+            ),
+            receipts_troubled=Gauge(
+                "regauge_receipts_troubled",
+                "Requests of the last days whose receipts differ, or of which one is missing for over a minute.",
+                ["status"],
+                registry=registry,
+                multiprocess_mode=LATEST,
             ),
             completion_tokens=Counter("regauge_completion_tokens_total", "Generated tokens.", registry=registry),
             transfer_bytes=Histogram(

@@ -38,7 +38,7 @@ from starlette.responses import Response
 
 from regauge import observe
 from regauge.config import ServeConfig
-from regauge.errors import ConfigError
+from regauge.errors import ConfigError, StoreError
 from regauge.layout import files
 from regauge.move.tls import from_config
 from regauge.observe import Metrics, get_logger, setup_logging
@@ -46,9 +46,10 @@ from regauge.route.router import Router
 from regauge.serve import reload, wire
 from regauge.serve.access import Access
 from regauge.serve.answer import Envelope, House, error_response
+from regauge.serve.collector import Collector
 from regauge.serve.endpoints import Gateway
 from regauge.serve.fleet import Fleet, dialer
-from regauge.serve.metering import Meter
+from regauge.serve.metering import Meter, from_spec
 from regauge.serve.names import Names
 from regauge.serve.openai import SERVER_ERROR, ApiError
 from regauge.serve.operations import Operations
@@ -85,9 +86,12 @@ def build_app(
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         """Watch the workers while the app runs; end what is left when it stops."""
         await fleet.start()
+        collecting = asyncio.create_task(Collector(fleet, meter).run()) if meter is not None and meter.looks else None
         try:
             yield
         finally:
+            if collecting is not None:
+                collecting.cancel()
             await house.drain(0)
             await fleet.close()
             if meter is not None:
@@ -162,8 +166,9 @@ def run_gateway(spec: wire.GatewaySpec, place: Place = ALONE) -> None:
             pairs=Pairs(layouts, spec.verdict),
         )
         app = build_app(
-            config, Tokenizer.load(Path(spec.model_folder)), fleet, metrics, model=spec.model_name, tenants=tenants
-        )
+            config, Tokenizer.load(Path(spec.model_folder)), fleet, metrics, model=spec.model_name, tenants=tenants,
+            meter=from_spec(spec, metrics, looks=place.number == 0),
+        )  # fmt: skip
         await serve(app, config, place)
 
     uvloop.run(run())
@@ -181,7 +186,7 @@ def main(arguments: list[str]) -> int:
     place = Place(path.parent, *map(int, arguments[1:]))
     try:
         run_gateway(wire.read_spec(path), place)
-    except ConfigError as error:
+    except (ConfigError, StoreError) as error:
         sys.stderr.write(f"regauge gateway: {error}\n")
         return 2
     except KeyboardInterrupt:

@@ -20,13 +20,13 @@ import msgspec
 from regauge.blocks import hash_blocks
 from regauge.engines.local.sampling import GREEDY_TEMPERATURE
 from regauge.engines.sglang import room
-from regauge.errors import ProtocolError, RegaugeError
+from regauge.errors import ProtocolError, ReceiptError, RegaugeError
 from regauge.meter.receipt import Outcome
 from regauge.observe import ERROR, REQUEST_ID, ROUTE, Metrics, get_logger
 from regauge.route.cluster import Request, Route
 from regauge.route.request import Action, Life, Resume, Start, Stop, Wait
 from regauge.route.router import BLAMELESS
-from regauge.serve import wire
+from regauge.serve import wire, words
 from regauge.serve.attempt import Attempt, Spawn, Task
 from regauge.serve.choice import Choice, ChoiceText
 from regauge.serve.connection import RequestTimeout, WorkerError, WorkerLost
@@ -323,8 +323,14 @@ class _Run:
         """Leave the attempt's receipts."""
         if outcome == "cancelled" and not self._complete:
             self._life.finished(self._now(), "cancelled")
-        if self._service.meter is not None:
-            self._service.meter.ended(attempt, outcome)
+        meter, tag = self._service.meter, attempt.task.meter
+        if meter is None or tag is None:
+            return
+        try:
+            meter.say(words.receipt(attempt, tag, outcome, by=meter.name, model=meter.model))
+        except ReceiptError as error:
+            meter.refused(error, attempt.task.request_id)
+        meter.heard(words.said(attempt))
 
     def _now(self) -> float:
         return self._service.fleet.now()
