@@ -85,6 +85,8 @@ ROUTES: Final = (
     "/debug/transfers",
     "/debug/why/{id}",
     "/v1/usage",
+    "/v1/usage/{id}",
+    "/v1/responses",
     "/internal/generate",
     "/internal/prefill",
     "/internal/requests/{request_id}",

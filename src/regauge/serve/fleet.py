@@ -156,6 +156,12 @@ class Fleet:
         return bool(self.workers) and all(worker.usable for worker in self.workers.values())
 
     @property
+    def api(self) -> EngineName | None:
+        """The one kind of engine with an API of its own that all workers are; None: they are not."""
+        engines = {worker.client.address.engine for worker in self.workers.values()}
+        return next(iter(engines)) if len(engines) == 1 and engines <= set(_DIALECTS) else None
+
+    @property
     def verdict(self) -> wire.VerdictInfo:
         """The path of all pairs, MIXED where they differ, and the sentences."""
         found = [

@@ -92,6 +92,8 @@ class Passage:
     headers: Mapping[str, str]
     """For the engines; none of the client's but what the gateway has checked."""
     drop: Callable[[EngineClient, str], None]
+    told: Callable[[int], None] = lambda _: None
+    """Is told the tokens of the prompt that prefill had cached, as soon as it has delivered."""
     head: Head | None = None
     """There when the first bytes are."""
     began: float = field(default_factory=time.time)
@@ -170,6 +172,7 @@ class Passage:
             raise WorkerError(wire.ErrorEvent("transfer_failed", why, client.name), client.role)
         usage = None if told.usage is None else told.usage.usage(self.asked.route)
         self.cached_tokens = 0 if usage is None else usage.prompt_tokens_details.cached_tokens
+        self.told(self.cached_tokens)
 
     async def _decode(self, prefill: asyncio.Task[None] | None) -> AsyncGenerator[bytes, None]:
         client, telling = self.decode, None
