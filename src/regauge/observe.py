@@ -74,6 +74,7 @@ ROUTES: Final = (
     "/v1/chat/completions",
     "/v1/completions",
     "/v1/messages",
+    "/v1/responses",
     "/v1/messages/count_tokens",
     "/v1/models",
     "/v1/models/{id}",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -13,6 +14,7 @@ from serve_rig import MODEL, WAIT_S, Rig, open_rig
 
 from regauge.config import LimitsConfig
 from regauge.serve import wire
+from regauge.serve.tenants import Tenants, new_key
 from regauge.serve.text import Tokenizer
 
 pytestmark = pytest.mark.anyio
@@ -78,6 +80,22 @@ async def test_a_stream_that_breaks_is_an_error_and_not_an_end(full: Rig) -> Non
         events = await other.messages.create(**ASK, stream=True)
         with pytest.raises(anthropic.APIStatusError, match="out of luck"):
             got.extend([event async for event in events])
+
+
+async def test_a_wrong_key_is_an_authentication_error(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    key, digest = new_key()
+    file = tmp_path / "tenants.toml"
+    file.write_text(f'[tenant.acme]\nkeys = ["{digest}"]\n')
+    async with open_rig(tokenizer, tenants=Tenants.load(file)) as rig:
+        async with gpt(rig, api_key="wrong") as one, claude(rig, api_key="wrong") as other:
+            with pytest.raises(openai.AuthenticationError) as caught:
+                await one.chat.completions.create(**ASK)
+            assert caught.value.code == "invalid_api_key"
+            with pytest.raises(anthropic.AuthenticationError):
+                await other.messages.create(**ASK)
+        async with gpt(rig, api_key=key) as one, claude(rig, api_key=key) as other:
+            assert (await one.chat.completions.create(**ASK)).choices[0].message.content
+            assert (await other.messages.create(**ASK)).content
 
 
 async def test_a_body_that_is_too_large(tokenizer: Tokenizer) -> None:

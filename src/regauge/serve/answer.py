@@ -254,7 +254,10 @@ class Envelope:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message)["x-request-id"] = request_id
+                headers = MutableHeaders(scope=message)
+                headers["x-request-id"] = request_id
+                if anthropic.speaks(scope["path"]):
+                    headers["request-id"] = request_id  # that API's own name for it
             await send(message)
 
         try:

@@ -152,9 +152,20 @@ class Gateway:
     ) -> Answer | PassAnswer:
         """Answer a request here, or pass its body on."""
         body = await self._body(request)
-        if self._passes:
-            return self._pass(request, passthrough.read(route, body))
-        return await self._answer(request, parse(body))
+        if not self._passes:
+            return await self._answer(request, parse(body))
+        asked = passthrough.read(route, body)
+        if asked.alone:  # it takes several prompts' KV caches: here it is several requests, if all of it is known here
+            try:
+                ask = parse(body)
+            except ApiError:
+                if self._service.fleet.api != "vllm":
+                    raise ApiError(
+                        400, f"these engines cannot do it: {asked.alone}", code="unsupported_parameter"
+                    ) from None
+            else:
+                return await self._answer(request, ask)
+        return self._pass(request, asked)
 
     def _pass(self, request: Request, asked: passthrough.Asked) -> PassAnswer:
         self._check_model(request, asked.model)
@@ -162,8 +173,8 @@ class Gateway:
         tenant: Tenant = request.state.tenant
         name = f"{request.state.request_id}-{secrets.token_hex(4)}-0"
         sender = Sender(name, tenant.name, tenant.priority, self._headers(request))
-        job = PassJob(asked, sender, self._service)
-        request.scope["state"]["grant"] = self._tenants.take(tenant, job.prompt_tokens + asked.max_tokens)
+        job = PassJob(asked, sender, self._service, asked.most or self._limits.default_max_tokens)
+        request.scope["state"]["grant"] = self._tenants.take(tenant, job.prompt_tokens + job.max_tokens)
         self._house.enter(job)
         self._service.names.add(request.state.request_id, [name])
         return PassAnswer(job, asked, self._house, self._limits.request_timeout_s + SLOW_READER_S)

@@ -57,7 +57,9 @@ class PassJob:
 
     size = 1
 
-    def __init__(self, asked: Asked, sender: Sender, service: Service) -> None:
+    def __init__(self, asked: Asked, sender: Sender, service: Service, max_tokens: int) -> None:
+        """`max_tokens`: most tokens of the answer."""
+        self.max_tokens = max_tokens
         self.passage: Passage | None = None
         """The latest try."""
         self.attempts = 0
@@ -78,7 +80,7 @@ class PassJob:
         blocks = hash_blocks(text, fleet.router.config.block_tokens * BYTES_PER_TOKEN)
         alone = frozenset(worker.client.name for worker in fleet.of("prefill")) if asked.alone else frozenset[str]()
         request = Request(
-            sender.request_id, sender.tenant, service.model, self.prompt_tokens, blocks, asked.max_tokens, sender.priority, exclude=alone
+            sender.request_id, sender.tenant, service.model, self.prompt_tokens, blocks, max_tokens, sender.priority, exclude=alone
         )  # fmt: skip
         self._life = Life(request, fleet.router, resumable=False, until=self._deadline, wait_s=service.wait_s)
 
@@ -231,7 +233,7 @@ class PassAnswer:
 
     def _note(self, scope: Scope, summary: dict[str, object]) -> None:
         job = self._job
-        usage = job.passage.usage if job.passage is not None else None
+        usage = job.passage.used if job.passage is not None else None
         event = job.passage.arrival if job.passage is not None else None
         summary |= {
             observe.PATH: job.path,

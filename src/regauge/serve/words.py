@@ -56,8 +56,7 @@ def _prompt(attempt: Attempt, prompt: int) -> tuple[int, int]:
 
 def of_passage(passage: Passage, tag: wire.MeterTag, outcome: Outcome, *, by: str, model: str) -> Receipt:
     """Return what the gateway says of a request whose body went on as it came; its engines say nothing. Raises ReceiptError."""
-    usage = passage.usage
-    known = outcome == "complete" and usage is not None
+    usage = passage.used if outcome != "failed" else None
     prompt = usage.prompt_tokens if usage is not None else 0
     cached = min(usage.prompt_tokens_details.cached_tokens, prompt) if usage is not None else 0
     silent: tuple[Literal["prefill", "decode"], ...] = ("prefill", "decode") if tag.prefill else ("decode",)
@@ -66,5 +65,5 @@ def of_passage(passage: Passage, tag: wire.MeterTag, outcome: Outcome, *, by: st
         request=passage.request_id, side="gateway", by=by, tenant=tag.tenant, model=model, route=tag.route, prefill=tag.prefill,
         decode=tag.decode, began_us=began_us, ended_us=max(int((passage.ended or time.time()) * 1e6), began_us), outcome=outcome,
         silent=silent if outcome != "failed" else (), prompt=prompt, cached=cached, computed=prompt - cached,
-        generated=usage.completion_tokens if known and usage is not None else 0,
+        generated=usage.completion_tokens if usage is not None else 0,
     )  # fmt: skip
