@@ -54,6 +54,8 @@ class Estimate:
     wire_bytes: float
     ready: float
     """When computing begins."""
+    known: bool = True
+    """Whether the rate of the link is."""
 
     @property
     def ttft_s(self) -> float:
@@ -94,7 +96,18 @@ def estimate(request: Request, view: View, prefill: Standing | None, decode: Sta
     if now + wait > begin:
         late = decode.nic.finish(size, now + wait, max(complete, now + wait), now, link.bytes_per_s)[0] - landed
     return Estimate(
-        prefill, decode, cached, queue, compute, transfer, max(0.0, late), harm, decode.tpot_s(), size, begin
+        prefill,
+        decode,
+        cached,
+        queue,
+        compute,
+        transfer,
+        max(0.0, late),
+        harm,
+        decode.tpot_s(),
+        size,
+        begin,
+        link.bytes_per_s > 0,
     )
 
 
