@@ -1,5 +1,6 @@
 """Routing policies on a real trace: hit rate, time to the first token, network use. SIMULATED workers and network, the gateway's own router.
 
+    python bench/routing.py --decisions
     python bench/routing.py --trace mooncake_conversation.jsonl [--seeds N] [--requests N] [--only WORD] [--json]
 
 The trace is Mooncake's (kvcache-ai/Mooncake, FAST25-release/traces), its 3-second ticks spread at random by seed. `src/regauge/sim` is what is simulated: prefill workers
@@ -17,11 +18,15 @@ import argparse
 import dataclasses
 import statistics
 import time
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
 from harness import print_table, write_json
+from regauge.blocks import Stored
 from regauge.config import RouteConfig
+from regauge.route.cluster import Link, Load, Request, Worker
+from regauge.route.router import Router
 from regauge.sim.engines import DecodeModel, PrefillModel
 from regauge.sim.fleet import Cluster, Fleet, Knowledge, Result
 from regauge.sim.trace import BLOCK, Arrival, paced, read, spread
@@ -166,14 +171,49 @@ def measure(fabric: Fabric, trace: Sequence[Arrival], requests: int, seeds: int)
     return {"fabric": fabric.name, "rows": rows, "tuning": tried}
 
 
+def decisions(prefills: int, decodes: int, count: int = 3_000) -> dict[str, object]:
+    """Time decisions of network-aware over so many workers, prompts of 190 blocks of which all share some. Wall time: the median holds beside other work."""
+    router = Router(RouteConfig(), 0)
+    for i in range(prefills):
+        router.join(Worker(f"p{i}", prefill=True, prior_tokens_per_s=5_000.0), 0.0)
+    for j in range(decodes):
+        router.join(Worker(f"d{j}", decode=True, slots=64), 0.0)
+    for i in range(prefills):
+        router.cache_event(f"p{i}", Stored(1, tuple(range(10 + 3 * i))), 0.0)
+        for j in range(decodes):
+            router.link(Link(f"p{i}", f"d{j}", "DIRECT", 1e5, 50e9), 0.0)
+    held: deque[str] = deque()
+    times = []
+    for number in range(count):
+        now = number / count
+        for i in range(prefills) if number % (count // 10) == 0 else ():
+            router.report(f"p{i}", Load(queued_tokens=5_000, cache_seq=1), now)
+        request = Request(f"r{number}", tokens=12_200, blocks=tuple(range(190)))
+        began = time.perf_counter_ns()
+        router.route(request, now)
+        times.append((time.perf_counter_ns() - began) / 1e3)
+        held.append(request.id)
+        if len(held) > 3 * prefills:  # so many are under way
+            done = held.popleft()
+            router.first_token(done, now)
+            router.finished(done, now)
+    return {"workers": f"{prefills} + {decodes}", "P50 us": percentile(times, 0.5), "P99 us": percentile(times, 0.99)}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trace", type=Path, required=True)
+    parser.add_argument("--trace", type=Path, help="a Mooncake trace")
+    parser.add_argument("--decisions", action="store_true", help="only how long a decision takes")
     parser.add_argument("--requests", type=int, default=2_000, help="to tune on, and as many after them to measure on")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--only", default="", help="run only fabrics whose name contains this")
     parser.add_argument("--json", action="store_true", help="also write bench/out/routing.json")
     options = parser.parse_args()
+    if options.decisions:
+        print_table([decisions(4, 4), decisions(96, 32)])
+        return 0
+    if options.trace is None:
+        parser.error("--trace FILE: which trace?")
     trace = read(options.trace)
     if len(trace) < 2 * options.requests:
         parser.error(
