@@ -63,7 +63,7 @@ class Worker:
     @property
     def usable(self) -> bool:
         """Whether it takes requests."""
-        return self.up and not self.draining
+        return self.up and not self.draining and not self.retired
 
     @property
     def computes(self) -> bool:
