@@ -78,8 +78,10 @@ class DiscoveryConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Whether workers may register at `POST /internal/workers` of the gateway, signed with the transfer key."""
     gateways: Annotated[list[str], msgspec.Meta(max_length=64)] = []
     """URLs of gateways at which a local worker registers, as `http://10.0.0.1:8000`."""
+    authority: str = ""
+    """PEM file of the certificates that sign these gateways', where they have TLS; empty: the system's."""
     advertise: str = ""
-    """Host at which the gateways reach a worker that registers; empty: loopback."""
+    """Address of this machine at which the gateways reach its workers that register; empty: loopback."""
     lease_s: float = 15.0
     """A worker that has registered and is not heard of for so long has left; it renews its lease three times in that time."""
     max_workers: Annotated[int, msgspec.Meta(ge=1, le=10_000)] = 1_000
