@@ -87,6 +87,8 @@ ROUTES: Final = (
     "/v1/usage",
     "/internal/generate",
     "/internal/prefill",
+    "/internal/workers",
+    "/internal/workers/{name}",
     "/internal/requests/{request_id}",
 )
 
