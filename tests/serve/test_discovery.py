@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from regauge.serve.discovery import Static, merged
 from regauge.serve.pools import sources
 from regauge.serve.registering import registered
 from regauge.serve.registration import Desk, Shelf
-from regauge.serve.registry import Change, Drained, Entry, Joined, Left
+from regauge.serve.registry import Change, Drained, Entry, Joined, Left, read
 from regauge.serve.text import Tokenizer
 
 WORKERS = """
@@ -91,6 +92,15 @@ def test_a_configuration_names_its_sources(tmp_path: Path) -> None:
         sources(decode(text.replace('authority = ""', 'authority = "/nowhere"').encode()))
     with pytest.raises(ConfigError, match=r"lease_s: must be at least 1 and at most 86400, not 0\.5"):
         decode(b"[discovery]\nlease_s = 0.5\n")
+
+
+def test_the_examples_of_the_page_are_read() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "pools.md").read_text()
+    (text,) = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
+    config = decode(text.encode())
+    assert (config.workers[0].ranks, config.discovery.kubernetes is not None) == (2, True)
+    (text,) = re.findall(r"```json\n(.*?)```", page, re.DOTALL)
+    assert read(text.encode()).address.receivers == {"decode-3": ("10.0.0.2", 9_002)}
 
 
 class Told:
