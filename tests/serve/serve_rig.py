@@ -350,12 +350,13 @@ async def open_rig(
     policy: HealthPolicy | None = None,
     grace_s: float = 0.0,
     prefill_up: bool = True,
+    prefill_at: wire.WorkerAddress | None = None,
     decode_at: wire.WorkerAddress | None = None,
     rules: GatewayConfig | None = None,
     tenants: Tenants | None = None,
     pools: Sequence[Source] | None = None,
 ) -> AsyncIterator[Rig]:
-    """`decode_at`: a decode worker of another kind, in place of the rig's own; `pools`: from them alone the gateway learns of workers."""
+    """`prefill_at`, `decode_at`: workers of another kind, in place of the rig's own; `pools`: from them alone the gateway learns of workers."""
     rails: dict[str, asyncio.Future[None]] = {}
     prefill = EchoWorker("prefill-0", "prefill", tokenizer, rails)
     decode = EchoWorker("decode-0", "decode", tokenizer, rails)
@@ -367,7 +368,8 @@ async def open_rig(
             await prefill.stop()
         metrics = Metrics.create("test")
         fleet = Fleet(
-            [prefill.address, decode_at or decode.address] if pools is None else [], dialer(TOKEN, MODEL), metrics, Router(),
+            [prefill_at or prefill.address, decode_at or decode.address] if pools is None else [],
+            dialer(TOKEN, MODEL), metrics, Router(),
             pairs=Pairs(given=wire.VerdictInfo("CONVERT")), policy=policy or HealthPolicy(period_s=0.05),
         )  # fmt: skip
         config = ServeConfig(limits=limits or LimitsConfig(request_timeout_s=WAIT_S, prefill_wait_s=0))

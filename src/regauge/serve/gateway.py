@@ -38,7 +38,7 @@ from starlette.responses import Response
 
 from regauge import observe
 from regauge.config import ServeConfig
-from regauge.errors import ConfigError
+from regauge.errors import ConfigError, StoreError
 from regauge.layout import files
 from regauge.move.tls import from_config
 from regauge.observe import Metrics, get_logger, setup_logging
@@ -46,10 +46,11 @@ from regauge.route.router import Router
 from regauge.serve import reload, wire
 from regauge.serve.access import Access
 from regauge.serve.answer import Envelope, House, error_response
+from regauge.serve.collector import Collector
 from regauge.serve.discovery import Source
 from regauge.serve.endpoints import Gateway
 from regauge.serve.fleet import Fleet, dialer
-from regauge.serve.metering import Meter
+from regauge.serve.metering import Meter, from_spec
 from regauge.serve.names import Names
 from regauge.serve.openai import SERVER_ERROR, ApiError
 from regauge.serve.operations import Operations
@@ -86,18 +87,21 @@ def build_app(
         limit_s=config.limits.request_timeout_s, wait_s=config.limits.prefill_wait_s,
     )  # fmt: skip
     gateway = Gateway(config, service, house, tenants)
-    routes = gateway.routes() + Operations(service, house, metrics).routes()
+    routes = gateway.routes() + Operations(service, house, metrics, keys=not tenants.open).routes()
     routes += [route for source in pools if isinstance(source, Desk) for route in source.routes()]
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         """Watch the workers while the app runs; end what is left when it stops."""
         await fleet.start()
-        following = asyncio.create_task(follow(fleet, pools, [*fleet.workers]))
+        beside = [asyncio.create_task(follow(fleet, pools, [*fleet.workers]))]
+        if meter is not None and meter.looks:
+            beside.append(asyncio.create_task(Collector(fleet, meter).run()))
         try:
             yield
         finally:
-            following.cancel()
+            for task in beside:
+                task.cancel()
             await house.drain(0)
             await fleet.close()
             if meter is not None:
@@ -177,7 +181,7 @@ def run_gateway(spec: wire.GatewaySpec, place: Place = ALONE) -> None:
         )
         app = build_app(
             config, Tokenizer.load(Path(spec.model_folder)), fleet, metrics, model=spec.model_name, tenants=tenants,
-            pools=pools,
+            meter=from_spec(spec, metrics, looks=place.number == 0), pools=pools,
         )  # fmt: skip
         await serve(app, config, place)
 
@@ -205,7 +209,7 @@ def main(arguments: list[str]) -> int:
     place = Place(path.parent, *map(int, arguments[1:]))
     try:
         run_gateway(wire.read_spec(path), place)
-    except ConfigError as error:
+    except (ConfigError, StoreError) as error:
         sys.stderr.write(f"regauge gateway: {error}\n")
         return 2
     except KeyboardInterrupt:

@@ -176,8 +176,7 @@ class _Server(uvicorn.Server):
 async def run(spec_: wire.WorkerSpec) -> None:
     """Load the model, open the links, serve until SIGTERM."""
     config = spec_.config
-    engine = config.prefill if spec_.role == "prefill" else config.decode
-    model = await asyncio.to_thread(LocalModel, Path(spec_.model_folder), engine.threads)
+    model = await asyncio.to_thread(LocalModel, Path(spec_.model_folder), config.threads(spec_.role))
     memory = allocate(files.decode(spec_.layout, format="json"))
     key = bytes.fromhex(spec_.key)
     rails = await asyncio.to_thread(open_rails, config.transfer, key=key, name=spec_.name)
