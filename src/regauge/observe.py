@@ -90,6 +90,8 @@ ROUTES: Final = (
     "/v1/responses",
     "/internal/generate",
     "/internal/prefill",
+    "/internal/workers",
+    "/internal/workers/{name}",
     "/internal/requests/{request_id}",
 )
 

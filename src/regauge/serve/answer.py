@@ -269,7 +269,8 @@ class Envelope:
             route = _route(scope["path"])
             self._metrics.answered(route, status)
             log = get_logger(**{observe.REQUEST_ID: request_id, observe.ROUTE: route, observe.STATUS: status})
-            line = log.info if scope["method"] == "POST" else log.debug
+            asked = scope["method"] == "POST" and not route.startswith("/internal/")  # not a worker's heartbeat
+            line = log.info if asked else log.debug
             line("request", **{observe.SECONDS: rounded(time.monotonic() - begun)}, **state.get("summary", {}))
 
 

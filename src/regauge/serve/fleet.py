@@ -109,6 +109,13 @@ class Fleet:
         self._wake()
         get_logger(**{WORKER: name, ROLE: worker.client.role}).info("worker has left", **{ERROR: reason})
 
+    def drain(self, name: str, *, draining: bool) -> None:
+        """Send a worker no new requests from now on, or send it requests again; those under way go on."""
+        if (worker := self.workers.get(name)) is not None:
+            worker.retired = draining
+            self.router.health(name, worker.usable, self.now())
+            self._wake()
+
     async def start(self) -> None:
         """Ask every worker once, then watch them until `close`."""
         await asyncio.gather(*(worker.poll() for worker in self.workers.values()))

@@ -26,7 +26,8 @@ from regauge.layout import files
 from regauge.layout.spec import Layout
 from regauge.observe import SHARED
 from regauge.plan import Verdict
-from regauge.serve import signing, wire
+from regauge.serve import addresses, signing, wire
+from regauge.serve.discovery import secret
 from regauge.serve.pairing import UNKNOWN
 
 GATEWAY, PREFILL, DECODE = "gateway", "prefill-0", "decode-0"
@@ -228,7 +229,7 @@ class _Given:
             wire.RankAddress(
                 f"{self.name}.{i}",
                 (d.control, self.control + i) if self.role == "decode" else None,
-                _url(d.control, self.status + i, secure=d.config.transfer.tls is not None),
+                addresses.url_of((d.control, self.status + i), secure=d.config.transfer.tls is not None),
             )
             for i in range(self.served.ranks)
         ]
@@ -309,34 +310,14 @@ def _elsewhere(role: Role, engine: EngineConfig, server: ServerConfig, *, secure
         raise ConfigError(
             f"{where}.control: give the address at which its rank 0 takes control connections, as 10.0.0.2:9100"
         )
-    control = _host_port(f"{where}.control", server.control) if role == "decode" else None
-    status = _host_port(f"{where}.status", server.status) if server.status else None
-    ranks = [
-        wire.RankAddress(
-            f"{server.name}.{i}", (control[0], control[1] + i) if control else None,
-            _url(status[0], status[1] + i, secure=secure) if status else "",
-        )
-        for i in range(count)
-    ]  # fmt: skip
-    token = ""
-    if server.token_file:
-        try:
-            token = Path(server.token_file).read_text(encoding="ascii").strip()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{where}.token_file {server.token_file!r}: {error}") from error
-    return wire.WorkerAddress(server.name, role, server.url, ranks, engine.name, token)
-
-
-def _host_port(setting: str, text: str) -> tuple[str, int]:
-    host, _, port = text.rpartition(":")
-    if not host or not (port.isascii() and port.isdigit() and 1 <= int(port) <= 65_535):
-        raise ConfigError(f"{setting} {text!r}: give HOST:PORT")
-    return host.strip("[]"), int(port)
-
-
-def _url(host: str, port: int, *, secure: bool = False) -> str:
-    scheme = "https" if secure else "http"
-    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+    address = addresses.assemble(
+        server.name, role, server.url, engine.name,
+        control=addresses.host_port(f"{where}.control", server.control) if role == "decode" else None,
+        status=addresses.host_port(f"{where}.status", server.status) if server.status else None,
+        count=count, secure=secure,
+    )  # fmt: skip
+    token = secret(f"{where}.token_file", server.token_file) if server.token_file else ""
+    return msgspec.structs.replace(address, token=token)
 
 
 def free_ports(*hosts: str) -> list[int]:
