@@ -111,7 +111,13 @@ class _Engine(asyncio.Protocol):
                 "logprobs": None,
             }
             if path == b"/v1/completions":
-                message = {"index": 0, "text": " gauge" * asked.count, "token_ids": [GAUGE] * asked.count, "finish_reason": "length", "logprobs": None}
+                message = {
+                    "index": 0,
+                    "text": " gauge" * asked.count,
+                    "token_ids": [GAUGE] * asked.count,
+                    "finish_reason": "length",
+                    "logprobs": None,
+                }
             whole = {
                 "id": "chatcmpl-1", "object": "chat.completion", "created": 1_796_000_000, "model": MODEL, "choices": [message],
                 "usage": self._usage(asked.count), "kv_transfer_params": asked.kv_transfer_params and {

@@ -18,6 +18,7 @@ import structlog
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector
+from structlog.typing import FilteringBoundLogger
 
 # Log fields. `event` is the sentence; a request's fields are the same in every process that it passes.
 REQUEST_ID: Final = "request_id"
@@ -421,14 +422,15 @@ def setup_logging(level: str, json: bool, worker: str, *, stream: TextIO | None 
     root.setLevel(level.upper())
     root.handlers[:] = [handler]
     structlog.configure(
-        processors=[*shared, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
-        wrapper_class=structlog.stdlib.BoundLogger,
-        logger_factory=structlog.stdlib.LoggerFactory(),
+        # Our own lines do not go through the standard library's records: twice the cost of a request's line.
+        processors=[*shared, renderer],
+        wrapper_class=structlog.make_filtering_bound_logger(root.level),
+        logger_factory=structlog.WriteLoggerFactory(out),
         cache_logger_on_first_use=False,
     )
 
 
-def get_logger(**fields: object) -> structlog.stdlib.BoundLogger:
+def get_logger(**fields: object) -> FilteringBoundLogger:
     """Return a logger with fields bound to it; works before `setup_logging`, too."""
-    logger: structlog.stdlib.BoundLogger = structlog.stdlib.get_logger(**fields)
+    logger: FilteringBoundLogger = structlog.get_logger(**fields)
     return logger

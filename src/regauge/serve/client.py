@@ -7,7 +7,6 @@ from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from typing import Final
 
-import aiohttp
 import msgspec
 
 from regauge.blocks import CacheNews
@@ -15,6 +14,7 @@ from regauge.errors import ProtocolError
 from regauge.move.state import WorkerState
 from regauge.serve import wire
 from regauge.serve.connection import Connection, WorkerError, WorkerLost
+from regauge.serve.exchange import Exchange
 
 ABORT_S: Final = 2.0
 
@@ -26,7 +26,7 @@ class WorkerClient(Connection):
 
     async def _health(self) -> wire.Health:
         async with self.call("GET", wire.HEALTH_PATH, None) as answer:
-            health = await self.read(answer, wire.Health, None)
+            health = await self.read(answer, wire.Health)
         if (health.name, health.role) != (self.name, self.role):
             raise WorkerLost(self.name, self.role, f"{health.role} worker {health.name} answers at {self.address.url}")
         return health
@@ -36,8 +36,8 @@ class WorkerClient(Connection):
     ) -> AsyncGenerator[wire.Event, None]:
         """As `Connection.generate`."""
         async with self.call("POST", wire.GENERATE_PATH, deadline, wire.encode(body), headers) as answer:
-            await self.refusal(answer, deadline)
-            async with aclosing(self.parts(answer, b"\n", deadline)) as lines:
+            await self.refusal(answer)
+            async with aclosing(self.parts(answer, b"\n")) as lines:
                 async for line in lines:
                     event = wire.decode_event(line)
                     if isinstance(event, wire.ErrorEvent):
@@ -51,35 +51,35 @@ class WorkerClient(Connection):
     async def prefill(self, body: wire.Prefill, deadline: float, headers: Mapping[str, str]) -> wire.Prefilled:
         """As `Connection.prefill`."""
         async with self.call("POST", wire.PREFILL_PATH, deadline, wire.encode(body), headers) as answer:
-            return await self.read(answer, wire.Prefilled, deadline)
+            return await self.read(answer, wire.Prefilled)
 
     async def abort(self, request_id: str) -> bool:
         """As `Connection.abort`."""
         deadline = asyncio.get_running_loop().time() + ABORT_S
         async with self.call("DELETE", f"{wire.REQUESTS_PATH}/{request_id}", deadline) as answer:
-            return (await self.read(answer, wire.Aborted, deadline)).found
+            return (await self.read(answer, wire.Aborted)).found
 
     async def cache(self, since: int, instance: str, deadline: float) -> CacheNews:
         """Ask what its prefix cache has gained and lost. Raises as `debug`."""
         async with self.call("GET", f"{wire.CACHE_PATH}?since={since}&instance={instance}", deadline) as answer:
-            return await self.read(answer, CacheNews, deadline)
+            return await self.read(answer, CacheNews)
 
     async def receipts(self, since: int, deadline: float) -> wire.Receipts:
         """Ask for its receipts after a number. Raises as `debug`."""
         path = f"{wire.RECEIPTS_PATH}?since={since}&limit={wire.MAX_RECEIPTS}"
         async with self.call("GET", path, deadline) as answer:
-            return await self.read(answer, wire.Receipts, deadline)
+            return await self.read(answer, wire.Receipts)
 
     async def debug(self, limit: int, deadline: float | None) -> WorkerState:
         """As `Connection.debug`."""
         async with self.call("GET", f"{wire.DEBUG_PATH}?limit={limit}", deadline) as answer:
-            return await self.read(answer, WorkerState, deadline)
+            return await self.read(answer, WorkerState)
 
-    async def refusal(self, answer: aiohttp.ClientResponse, deadline: float | None) -> None:
+    async def refusal(self, answer: Exchange) -> None:
         """As `Connection.refusal`."""
         if answer.status == 200:
             return
-        body = await self.within(answer.read(), deadline)
+        body = await self.whole(answer)
         try:
             event = msgspec.json.decode(body, type=wire.ErrorEvent)
         except msgspec.DecodeError as error:

@@ -10,11 +10,10 @@ from __future__ import annotations
 import abc
 import asyncio
 import ssl
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Mapping
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import AbstractAsyncContextManager, suppress
 from typing import Final, TypeVar
 
-import aiohttp
 import msgspec
 
 from regauge.config import Role
@@ -22,6 +21,7 @@ from regauge.errors import ProtocolError, RegaugeError
 from regauge.layout.spec import Layout
 from regauge.move.state import WorkerState
 from regauge.serve import wire
+from regauge.serve.exchange import Broken, Exchange, Exchanges, request
 
 CONNECT_S: Final = 2.0
 """Most seconds for a connection to be made: workers are near."""
@@ -31,7 +31,6 @@ KEEP_ALIVE_S: Final = 3.0
 MAX_PART: Final = 1 << 20
 """Most bytes of one event of a stream."""
 
-T = TypeVar("T")
 Reply = TypeVar("Reply", bound=msgspec.Struct)
 
 
@@ -77,9 +76,9 @@ class Connection(abc.ABC):
         self.name = address.name
         self.role: Role = address.role
         self._base = address.url.rstrip("/")
-        self._token = token
-        self._session: aiohttp.ClientSession | None = None
-        self._waits: set[asyncio.Timeout] = set()
+        self._bearer = wire.bearer(token)
+        self._exchanges = Exchanges(keep_s=KEEP_ALIVE_S)
+        self._running: set[Exchange] = set()
         self._dead: str | None = None
 
     async def health(self, limit_s: float) -> wire.Health:
@@ -127,25 +126,21 @@ class Connection(abc.ABC):
         return None
 
     @abc.abstractmethod
-    async def refusal(self, answer: aiohttp.ClientResponse, deadline: float | None) -> None:
+    async def refusal(self, answer: Exchange) -> None:
         """Raise WorkerError for an answer that is not 200, ProtocolError where it is none that this worker gives."""
 
     async def close(self) -> None:
-        """End the session; calls that run end with WorkerLost."""
+        """End all; calls that run end with WorkerLost."""
         self.give_up("the gateway is shutting down")
-        if self._session is not None:
-            await self._session.close()
+        self._exchanges.close()
 
     def give_up(self, reason: str) -> None:
         """End all running calls with WorkerLost, and new ones too, until `health` succeeds."""
         self._dead = reason
-        now = asyncio.get_running_loop().time()
-        for wait in self._waits:
-            if not wait.expired():
-                wait.reschedule(now)
+        for exchange in self._running:
+            exchange.fail(WorkerLost(self.name, self.role, reason))
 
-    @asynccontextmanager
-    async def call(
+    def call(
         self,
         method: str,
         path: str,
@@ -153,74 +148,116 @@ class Connection(abc.ABC):
         body: bytes | None = None,
         headers: Mapping[str, str] | None = None,
         secure: ssl.SSLContext | None = None,
-    ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Send a request and yield its answer; `path` may be a whole URL instead. A deadline of None: not even `give_up` ends it."""
-        if self._session is None:
-            # Made at first use: aiohttp wants the running loop.
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
-            )
-        if self._session.closed:
-            raise WorkerLost(self.name, self.role, self._dead or "the gateway has let it go")
-        sent = {
-            "Authorization": wire.bearer(self._token),
-            "Content-Type": "application/json",
-            **(headers or {}),
-        }
-        url = self._base + path if path.startswith("/") else path
-        trust = True if secure is None else secure
-        request = self._session.request(method, url, data=body, headers=sent, allow_redirects=False, ssl=trust)
-        answer = await self.within(request, deadline)
-        try:
-            yield answer
-        finally:
-            # Closes the connection if the body was not read to its end, which a worker takes as an abort.
-            answer.release()
+    ) -> AbstractAsyncContextManager[Exchange]:
+        """Send a request and yield its answer; `path` may be a whole URL instead. A deadline of None: not even `give_up` ends it.
 
-    async def read(self, answer: aiohttp.ClientResponse, kind: type[Reply], deadline: float | None) -> Reply:
+        All that is read of the answer is under the deadline.
+        """
+        return _Call(self, method, path, deadline, body, headers or {}, secure)
+
+    async def open(self, call: _Call) -> Exchange:
+        """Do what `call` says, up to the answer's headers. Raises WorkerLost, RequestTimeout."""
+        deadline = call.deadline
+        if deadline is not None and self._dead is not None:
+            raise WorkerLost(self.name, self.role, self._dead)
+        url = self._base + call.path if call.path.startswith("/") else call.path
+        try:
+            origin, target = self._exchanges.origin(url, call.secure)
+            sent = {"Authorization": self._bearer, "Content-Type": "application/json", **call.headers}
+            data = request(call.method, origin, target, sent, call.body)
+            wire = self._exchanges.kept(origin)
+            if wire is None:
+                async with asyncio.timeout(CONNECT_S):
+                    wire = await self._exchanges.connect(origin)
+        except TimeoutError as error:
+            raise WorkerLost(self.name, self.role, f"no connection within {CONNECT_S:g} s") from error
+        except (OSError, ValueError) as error:
+            raise WorkerLost(self.name, self.role, str(error) or type(error).__name__) from error
+        exchange = wire.ask(data)
+        try:
+            if deadline is not None:
+                self._running.add(exchange)
+                exchange.limit(deadline, RequestTimeout(f"{self.role} worker {self.name} did not finish in time"))
+                if self._dead is not None:  # since
+                    raise WorkerLost(self.name, self.role, self._dead)
+            await exchange.begin()
+        except Broken as error:
+            self.shut(exchange)
+            raise WorkerLost(self.name, self.role, str(error)) from error
+        except BaseException:
+            self.shut(exchange)
+            raise
+        return exchange
+
+    def shut(self, exchange: Exchange) -> None:
+        """End an answer: its connection is closed if the body was not read to its end, which a worker takes as an abort."""
+        self._running.discard(exchange)
+        exchange.release()
+
+    async def more(self, answer: Exchange) -> bytes:
+        """Return what has come of an answer, nothing at its end. Raises WorkerLost, RequestTimeout."""
+        try:
+            return await answer.readany()
+        except Broken as error:
+            raise WorkerLost(self.name, self.role, str(error)) from error
+
+    async def whole(self, answer: Exchange) -> bytes:
+        """Return the rest of an answer. Raises as `more`."""
+        try:
+            return await answer.read()
+        except Broken as error:
+            raise WorkerLost(self.name, self.role, str(error)) from error
+
+    async def read(self, answer: Exchange, kind: type[Reply]) -> Reply:
         """Read a whole answer. Raises as `refusal`, and ProtocolError for what is no such answer."""
-        await self.refusal(answer, deadline)
-        body = await self.within(answer.read(), deadline)
+        await self.refusal(answer)
+        body = await self.whole(answer)
         try:
             return msgspec.json.decode(body, type=kind)
         except (msgspec.DecodeError, RecursionError) as error:
             raise ProtocolError(f"answer of {self.role} worker {self.name}: {error}: {body[:80]!r}") from error
 
-    async def parts(self, answer: aiohttp.ClientResponse, end: bytes, deadline: float) -> AsyncGenerator[bytes, None]:
+    async def parts(self, answer: Exchange, end: bytes) -> AsyncGenerator[bytes, None]:
         """Yield the pieces of a streamed answer, each up to `end`, up to the stream's end. Raises ProtocolError for one of over MAX_PART bytes."""
         rest = b""
-        while chunk := await self.within(answer.content.readany(), deadline):
+        while chunk := await self.more(answer):
             *whole, rest = (rest + chunk).split(end)
             if len(rest) > MAX_PART:
                 raise ProtocolError(f"{self.role} worker {self.name} sent a line of over {MAX_PART} bytes")
             for part in whole:
                 yield part
 
-    async def drain(self, answer: aiohttp.ClientResponse) -> None:
+    async def drain(self, answer: Exchange) -> None:
         """Read the end of a finished stream, so that its connection can be used again."""
-        with suppress(RegaugeError):
-            await self.within(answer.content.readany(), asyncio.get_running_loop().time() + DRAIN_S)
+        with suppress(RegaugeError, TimeoutError):
+            if answer.complete:
+                return
+            async with asyncio.timeout(DRAIN_S):
+                while await self.more(answer):
+                    pass
 
-    async def within(self, work: Awaitable[T], deadline: float | None) -> T:
-        """Await one step of a call: until the deadline, or until the worker is given up.
 
-        The limit is around each step, not around the call: a generator must not yield inside a timeout.
-        """
-        limit = 0.0 if deadline is not None and self._dead is not None else deadline
-        try:
-            async with asyncio.timeout_at(limit) as wait:
-                if deadline is not None:
-                    self._waits.add(wait)
-                try:
-                    return await work
-                finally:
-                    self._waits.discard(wait)
-        except aiohttp.ServerTimeoutError as error:
-            raise WorkerLost(self.name, self.role, f"no connection within {CONNECT_S:g} s") from error
-        except TimeoutError as error:
-            if self._dead is not None:
-                raise WorkerLost(self.name, self.role, self._dead) from error
-            raise RequestTimeout(f"{self.role} worker {self.name} did not finish in time") from error
-        except (aiohttp.ClientError, OSError) as error:
-            raise WorkerLost(self.name, self.role, str(error) or type(error).__name__) from error
+class _Call:
+    """A request that is made when it is entered, and ended when it is left."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        method: str,
+        path: str,
+        deadline: float | None,
+        body: bytes | None,
+        headers: Mapping[str, str],
+        secure: ssl.SSLContext | None,
+    ) -> None:
+        self._connection = connection
+        self.method, self.path, self.deadline = method, path, deadline
+        self.body, self.headers, self.secure = body, headers, secure
+        self._exchange: Exchange
+
+    async def __aenter__(self) -> Exchange:
+        self._exchange = await self._connection.open(self)
+        return self._exchange
+
+    async def __aexit__(self, *_: object) -> None:
+        self._connection.shut(self._exchange)

@@ -14,7 +14,6 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
 from typing import Final, Literal, get_args
 
-import aiohttp
 import msgspec
 
 from regauge.engines import status
@@ -25,6 +24,7 @@ from regauge.observe import ERROR, WORKER, get_logger
 from regauge.plan.cost import Mode
 from regauge.serve import wire
 from regauge.serve.connection import Connection, Reply, WorkerError, WorkerLost
+from regauge.serve.exchange import Exchange
 
 STATUS_S: Final = 2.0
 """Most seconds for the status of a rank."""
@@ -73,8 +73,8 @@ class EngineClient(Connection):
         count, telling = 0, None
         try:
             async with self._stream(body, deadline, headers) as answer:
-                await self.refusal(answer, deadline)
-                async with aclosing(self.parts(answer, b"\n\n", deadline)) as parts:
+                await self.refusal(answer)
+                async with aclosing(self.parts(answer, b"\n\n")) as parts:
                     async for part in parts:
                         data = _data(part)
                         tokens, reason = ([], None) if data is None else self._take(data, count, body.sampling.logprobs)
@@ -97,7 +97,7 @@ class EngineClient(Connection):
     @abc.abstractmethod
     def _stream(
         self, body: wire.Generate, deadline: float, headers: Mapping[str, str]
-    ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
+    ) -> AbstractAsyncContextManager[Exchange]:
         """Ask for a streamed answer."""
 
     @abc.abstractmethod
@@ -134,7 +134,7 @@ class EngineClient(Connection):
 
     async def _status(self, rank: str, path: str, kind: type[Reply], deadline: float | None) -> Reply:
         async with self.call("GET", rank + path, deadline, headers=self._shown, secure=self._tls) as answer:
-            return await self.read(answer, kind, deadline)
+            return await self.read(answer, kind)
 
     async def arrival(self, transfer: str) -> wire.TransferEvent | None:
         """Ask what became of a transfer; None: it is not known. A failed one the engine has made up for: it is logged."""

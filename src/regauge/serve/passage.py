@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Final
 
-import aiohttp
 import msgspec
 
 from regauge.config import Role
@@ -22,6 +21,7 @@ from regauge.errors import ProtocolError
 from regauge.serve import inject, wire
 from regauge.serve.connection import MAX_PART, WorkerError, WorkerLost
 from regauge.serve.engine_client import EngineClient
+from regauge.serve.exchange import Exchange
 from regauge.serve.inject import RID_END, Leg
 from regauge.serve.passthrough import Asked, Counts, Cutter, Meter
 from regauge.serve.replies import PromptDetails, Usage
@@ -40,7 +40,7 @@ _DROPPED: Final = frozenset(
         "upgrade", "content-length", "content-encoding", "date", "server", "set-cookie", "www-authenticate", "x-request-id",
     )
 )  # fmt: skip
-"""Of this hop alone, or the gateway's own: the answer's length may change, and aiohttp has unpacked it."""
+"""Of this hop alone, or the gateway's own: the answer's length may change, and nothing is packed."""
 _NOT_THE_CLIENTS: Final = frozenset((401, 403, 407, 408, 429))
 """What an engine says under 500 that is no fault of the request."""
 
@@ -175,8 +175,8 @@ class Passage:
     async def _prefill(self, client: EngineClient) -> None:
         leg = Leg(self._name, self.transfer_id, receivers=self.decode.address.receivers)
         async with self._ask(client, leg) as answer:
-            await _accept(client, answer, self.deadline)
-            body = await _read(client, answer, MAX_WHOLE, self.deadline)
+            await _accept(client, answer)
+            body = await _read(client, answer, MAX_WHOLE)
         try:
             told = msgspec.json.decode(body, type=_Prefilled)
         except (msgspec.DecodeError, RecursionError) as error:
@@ -192,7 +192,7 @@ class Passage:
         client, telling = self.decode, None
         senders = [] if self.prefill is None else self.prefill.address.senders
         async with self._ask(client, Leg(self._name, self.transfer_id, senders=senders)) as answer:
-            head = await _accept(client, answer, self.deadline)
+            head = await _accept(client, answer)
             streams = answer.content_type == "text/event-stream"
             parts = self._events(answer, prefill) if streams else self._body(answer, prefill)
             try:
@@ -209,11 +209,9 @@ class Passage:
                 if telling is not None:
                     telling.cancel()
 
-    async def _events(
-        self, answer: aiohttp.ClientResponse, prefill: asyncio.Task[None] | None
-    ) -> AsyncGenerator[bytes, None]:
+    async def _events(self, answer: Exchange, prefill: asyncio.Task[None] | None) -> AsyncGenerator[bytes, None]:
         cutter = Cutter()
-        while chunk := await self.decode.within(answer.content.readany(), self.deadline):
+        while chunk := await self.decode.more(answer):
             for piece, has_usage in cutter.push(chunk):
                 out = self._meter.event(piece, await self._cached(prefill)) if has_usage else piece
                 if out:
@@ -223,10 +221,8 @@ class Passage:
         if rest := cutter.flush():
             yield rest
 
-    async def _body(
-        self, answer: aiohttp.ClientResponse, prefill: asyncio.Task[None] | None
-    ) -> AsyncGenerator[bytes, None]:
-        data = await _read(self.decode, answer, MAX_WHOLE, self.deadline)
+    async def _body(self, answer: Exchange, prefill: asyncio.Task[None] | None) -> AsyncGenerator[bytes, None]:
+        data = await _read(self.decode, answer, MAX_WHOLE)
         yield self._meter.body(data, await self._cached(prefill))
 
     async def _cached(self, prefill: asyncio.Task[None] | None) -> int | None:
@@ -250,26 +246,26 @@ async def forward(
 ) -> tuple[Head, bytes]:
     """Have one engine answer what needs no transfer, as a count of tokens. Raises as `Passage.chunks`."""
     async with client.call("POST", path, deadline, body, headers) as answer:
-        head = await _accept(client, answer, deadline)
-        return head, await _read(client, answer, MAX_WHOLE, deadline)
+        head = await _accept(client, answer)
+        return head, await _read(client, answer, MAX_WHOLE)
 
 
-async def _accept(client: EngineClient, answer: aiohttp.ClientResponse, deadline: float) -> Head:
+async def _accept(client: EngineClient, answer: Exchange) -> Head:
     """Return how an answer begins. Raises Refused for one that is no success, with all of it."""
     head = Head(answer.status, _passed(answer.headers))
     if answer.status == 200:
         return head
-    body = (await client.within(answer.read(), deadline))[:MAX_REFUSAL]
+    body = (await client.whole(answer))[:MAX_REFUSAL]
     try:
-        await client.refusal(answer, deadline)
+        await client.refusal(answer)
     except WorkerError as error:
         raise Refused(error.event, client.role, head, body) from error
     raise ProtocolError(f"answer of {client.role} worker {client.name}: HTTP {answer.status}")
 
 
-async def _read(client: EngineClient, answer: aiohttp.ClientResponse, limit: int, deadline: float) -> bytes:
+async def _read(client: EngineClient, answer: Exchange, limit: int) -> bytes:
     parts, size = [], 0
-    while chunk := await client.within(answer.content.readany(), deadline):
+    while chunk := await client.more(answer):
         size += len(chunk)
         if size > limit:
             raise ProtocolError(f"answer of {client.role} worker {client.name}: it has over {limit} bytes")
@@ -278,7 +274,7 @@ async def _read(client: EngineClient, answer: aiohttp.ClientResponse, limit: int
 
 
 def _passed(headers: Mapping[str, str]) -> Mapping[str, str]:
-    named = {name.strip().lower() for name in headers.get("Connection", "").split(",")}
+    named = {name.strip().lower() for name in headers.get("connection", "").split(",")}
     kept: dict[str, str] = {}
     for name, value in headers.items():
         fits = len(name) + len(value) <= _MAX_HEADER and value.isascii() and len(kept) < _MAX_HEADERS

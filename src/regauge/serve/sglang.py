@@ -21,7 +21,6 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
 from typing import Any, Final, Literal
 
-import aiohttp
 import msgspec
 
 from regauge.engines.local.sampling import GREEDY_TEMPERATURE
@@ -29,6 +28,7 @@ from regauge.errors import ProtocolError
 from regauge.serve import inject, wire
 from regauge.serve.connection import WorkerError, WorkerLost
 from regauge.serve.engine_client import ENDS, EngineClient, FinishReason, signed
+from regauge.serve.exchange import Exchange
 from regauge.serve.inject import RID_END, Leg
 
 GENERATE: Final = "/generate"
@@ -89,9 +89,9 @@ class SglangClient(EngineClient):
 
     async def _serves(self) -> Sequence[str]:
         async with self.call("GET", READY, None) as answer:
-            await self.refusal(answer, None)
+            await self.refusal(answer)
         async with self.call("GET", INFO, None) as answer:
-            info = await self.read(answer, _Info, None)
+            info = await self.read(answer, _Info)
         if info.disaggregation_mode != self.role:
             reason = f"its disaggregation mode is {info.disaggregation_mode}: start it with --disaggregation-mode {self.role}"
             raise WorkerLost(self.name, self.role, reason)
@@ -115,7 +115,7 @@ class SglangClient(EngineClient):
 
     def _stream(
         self, body: wire.Generate, deadline: float, headers: Mapping[str, str]
-    ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
+    ) -> AbstractAsyncContextManager[Exchange]:
         leg = Leg(body.request_id, body.transfer_id, senders=body.prefill)
         asked = inject.sglang(_body(body) | {"stream": True}, leg)
         return self.call("POST", GENERATE, deadline, msgspec.json.encode(asked), headers)
@@ -135,7 +135,7 @@ class SglangClient(EngineClient):
         leg = Leg(body.request_id, body.transfer_id, receivers=body.decode)
         asked = msgspec.json.encode(inject.sglang(_body(body), leg))
         async with self.call("POST", GENERATE, deadline, asked, headers) as answer:
-            reply = await self.read(answer, _Answer, deadline)
+            reply = await self.read(answer, _Answer)
         self._reason(reply.meta_info.finish_reason)
         tokens = self._tokens(reply, 0, body.sampling.logprobs)
         if not tokens:
@@ -151,15 +151,15 @@ class SglangClient(EngineClient):
         deadline = asyncio.get_running_loop().time() + ABORT_S
         body = msgspec.json.encode({"rid": request_id + RID_END})
         async with self.call("POST", ABORT, deadline, body) as answer:
-            await self.refusal(answer, deadline)
-            await self.within(answer.read(), deadline)
+            await self.refusal(answer)
+            await self.whole(answer)
         return True
 
-    async def refusal(self, answer: aiohttp.ClientResponse, deadline: float | None) -> None:
+    async def refusal(self, answer: Exchange) -> None:
         """As `Connection.refusal`."""
         if answer.status == 200:
             return
-        body = await self.within(answer.read(), deadline)
+        body = await self.whole(answer)
         try:
             problem = msgspec.json.decode(body, type=_Answer)
         except (msgspec.DecodeError, RecursionError):

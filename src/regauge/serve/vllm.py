@@ -12,12 +12,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Final
 
-import aiohttp
 import msgspec
 
 from regauge.errors import ProtocolError
 from regauge.serve import inject, wire
 from regauge.serve.engine_client import ENDS, EngineClient, FinishReason, signed
+from regauge.serve.exchange import Exchange
 from regauge.serve.inject import Leg
 
 COMPLETIONS: Final = "/v1/completions"
@@ -76,13 +76,13 @@ class VllmClient(EngineClient):
 
     async def _serves(self) -> Sequence[str]:
         async with self.call("GET", HEALTH, None) as answer:
-            await self.refusal(answer, None)
+            await self.refusal(answer)
         async with self.call("GET", MODELS, None) as answer:
-            return [each.id for each in (await self.read(answer, _Models, None)).data]
+            return [each.id for each in (await self.read(answer, _Models)).data]
 
     def _stream(
         self, body: wire.Generate, deadline: float, headers: Mapping[str, str]
-    ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
+    ) -> AbstractAsyncContextManager[Exchange]:
         """Where `body.prefill` is empty the engine computes the prompt itself."""
         asked = self._body(body.token_ids, body.sampling) | {"stream": True}
         leg = Leg(body.request_id, body.transfer_id, senders=body.prefill)
@@ -107,7 +107,7 @@ class VllmClient(EngineClient):
         leg = Leg(body.request_id, body.transfer_id, receivers=body.decode, handover=body.handover)
         asked = inject.vllm(self._body(body.token_ids, sampling), leg)
         async with self._ask(asked, body.request_id, deadline, headers) as answer:
-            reply = await self.read(answer, _Answer, deadline)
+            reply = await self.read(answer, _Answer)
         if why := inject.refused(reply.kv_transfer_params):
             raise self._failure("transfer_failed", why)
         tokens = list(_tokens(reply.choices[0], sampling.logprobs)) if reply.choices else []
@@ -126,11 +126,11 @@ class VllmClient(EngineClient):
         del request_id
         return False
 
-    async def refusal(self, answer: aiohttp.ClientResponse, deadline: float | None) -> None:
+    async def refusal(self, answer: Exchange) -> None:
         """As `Connection.refusal`."""
         if answer.status == 200:
             return
-        body = await self.within(answer.read(), deadline)
+        body = await self.whole(answer)
         try:
             problem = msgspec.json.decode(body, type=_Answer).error
         except (msgspec.DecodeError, RecursionError):
@@ -141,7 +141,7 @@ class VllmClient(EngineClient):
 
     def _ask(
         self, asked: dict[str, Any], request_id: str, deadline: float, headers: Mapping[str, str]
-    ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
+    ) -> AbstractAsyncContextManager[Exchange]:
         own = {**headers, "X-Request-Id": request_id}
         return self.call("POST", COMPLETIONS, deadline, msgspec.json.encode(asked), own)
 
