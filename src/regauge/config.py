@@ -16,6 +16,7 @@ from regauge import toml
 from regauge.config_bounds import MAX_S as MAX_S  # noqa: PLC0414  # re-exported
 from regauge.config_bounds import Count, Limit, bound
 from regauge.config_bounds import Port as Port  # noqa: PLC0414  # re-exported
+from regauge.config_discovery import DiscoveryConfig, WorkerConfig
 from regauge.config_gateway import GatewayConfig as GatewayConfig  # noqa: PLC0414  # re-exported
 from regauge.config_meter import MeterConfig as MeterConfig  # noqa: PLC0414  # re-exported
 from regauge.config_route import RouteConfig as RouteConfig  # noqa: PLC0414  # re-exported
@@ -286,7 +287,17 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     quality: QualityConfig = QualityConfig()
     route: RouteConfig = RouteConfig()
     gateway: GatewayConfig = GatewayConfig()
+    external: bool = False
+    """Start no workers: `workers` and `discovery` tell of those that somebody else has started. As `--engine external`."""
+    workers: Annotated[list[WorkerConfig], msgspec.Meta(max_length=10_000)] = []
+    """Workers that somebody else started, beside those that are started here."""
+    discovery: DiscoveryConfig = DiscoveryConfig()
+    """Where more of them are learnt of."""
     meter: MeterConfig = MeterConfig()
+
+    def __post_init__(self) -> None:
+        if self.external and not (self.workers or self.discovery.finds):
+            raise ConfigError("workers: name them, or say in discovery where they are learnt of: none is started here")
 
     def engine(self, role: Role) -> EngineConfig:
         """Return how the worker of a role runs."""

@@ -184,7 +184,7 @@ async def test_refusals_are_in_the_apis_words(
     asked = {**body, "stream": True} if stream and isinstance(body, dict) else body
     got, answer, headers = await rig.post(path, asked)
     assert (got, answer["type"], answer["error"]["type"]) == (status, "error", kind)
-    assert answer["request_id"] == headers["x-request-id"]
+    assert answer["request_id"] == headers["x-request-id"] == headers["request-id"]
 
 
 async def test_a_count_is_what_the_message_costs(rig: Rig) -> None:

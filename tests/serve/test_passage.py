@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from typing import Any
 
 import pytest
-from aiohttp import web
+from engine_stand import Engine, usage
 from serve_rig import TOKEN, WAIT_S
 from standing import listening
 
@@ -27,69 +27,6 @@ pytestmark = pytest.mark.anyio
 CHAT = "/v1/chat/completions"
 CLIENTS: dict[str, type[EngineClient]] = {"vllm": VllmClient, "sglang": SglangClient}
 TRANSFER = room.transfer(17)
-
-
-def usage(cached: int, prompt: int = 9) -> dict[str, Any]:
-    return {"prompt_tokens": prompt, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": cached}}
-
-
-class Engine:
-    """Answers every route with what it is given; notes what it was asked."""
-
-    def __init__(self) -> None:
-        self.asked: list[dict[str, Any]] = []
-        self.headers: list[dict[str, str]] = []
-        self.answer: Any = {"id": "x", "choices": [{"text": "a b"}], "usage": usage(8)}
-        self.stream: list[bytes] = []
-        self.status = 200
-        self.more: dict[str, str] = {}
-        self.gate: asyncio.Event | None = None
-        """What it waits for before the first byte of its body."""
-        self.breaks = False
-        """It dies at its stream's end, or instead of answering."""
-        self.hangs = False
-        """It does not end its stream."""
-        self.began, self.gone = asyncio.Event(), asyncio.Event()
-        self.aborts: asyncio.Queue[str] = asyncio.Queue()
-
-    async def serve(self, request: web.Request) -> web.StreamResponse:
-        assert request.headers["authorization"] == f"Bearer {TOKEN}"
-        body = await request.json()
-        self.asked.append(body)
-        self.headers.append({name.lower(): value for name, value in request.headers.items()})
-        try:
-            return await self._serve(request, body.get("stream") is True)
-        except (asyncio.CancelledError, ConnectionResetError):
-            self.gone.set()
-            raise
-
-    async def _serve(self, request: web.Request, stream: bool) -> web.StreamResponse:
-        if not stream or self.status != 200:
-            await self._wait()
-            if self.breaks:
-                assert request.transport is not None
-                request.transport.abort()
-            return web.json_response(self.answer, status=self.status, headers=self.more)
-        response = web.StreamResponse(headers={"content-type": "text/event-stream; charset=utf-8", **self.more})
-        await response.prepare(request)
-        self.began.set()
-        await self._wait()
-        for part in self.stream:
-            await response.write(part)
-        if self.breaks:
-            assert request.transport is not None
-            request.transport.abort()
-        if self.hangs:
-            await asyncio.sleep(WAIT_S)
-        return response
-
-    async def _wait(self) -> None:
-        if self.gate is not None:
-            await self.gate.wait()
-
-    async def abort(self, request: web.Request) -> web.Response:
-        self.aborts.put_nowait((await request.json())["rid"])
-        return web.Response()
 
 
 class Pair:
@@ -114,9 +51,7 @@ async def pair(engine: str = "vllm") -> AsyncIterator[Pair]:
     async with AsyncExitStack() as stack:
         engines, clients = (Engine(), Engine()), []
         for role, each, ranks in (("prefill", engines[0], ["p.0"]), ("decode", engines[1], ["d.0"])):
-            routes = [*(web.post(path, each.serve) for path in ROUTES), web.post("/abort_request", each.abort)]
-            routes.append(web.post("/v1/messages/count_tokens", each.serve))
-            url = await stack.enter_async_context(listening(routes))
+            url = await stack.enter_async_context(listening(each.routes()))
             named = [wire.RankAddress(rank, ("127.0.0.1", 9_000)) for rank in ranks]
             client = CLIENTS[engine](wire.WorkerAddress(role, role, url, named, engine), TOKEN, "m")
             stack.push_async_callback(client.close)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import datetime
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -63,3 +63,9 @@ class Version(msgspec.Struct, frozen=True):
     version: str
     model: str
     verdict: Verdict
+
+
+class Routed(msgspec.Struct, frozen=True):
+    """Answer of `GET /debug/why/{id}`: of each answer to the request's prompts, the decisions of the router and what became of them."""
+
+    requests: list[dict[str, Any]]

@@ -6,7 +6,7 @@ import asyncio
 import re
 import secrets
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Final
 
 import msgspec
@@ -15,13 +15,23 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from regauge.config import LimitsConfig, ServeConfig
-from regauge.serve import anthropic, openapi
+from regauge.serve import anthropic, passthrough
 from regauge.serve.answer import JSON, SLOW_READER_S, Answer, House
 from regauge.serve.cards import ModelCard, ModelList
 from regauge.serve.choice import Choice
 from regauge.serve.dialects import writer_for
 from regauge.serve.failures import unavailable
-from regauge.serve.openai import COMPLETION_MAX_TOKENS, ApiError, Ask, Messages, bad, parse_chat, parse_completion
+from regauge.serve.openai import (
+    COMPLETION_MAX_TOKENS,
+    SERVER_ERROR,
+    ApiError,
+    Ask,
+    Messages,
+    bad,
+    parse_chat,
+    parse_completion,
+)
+from regauge.serve.passing import PassAnswer, PassJob, Sender
 from regauge.serve.relay import Job, Service
 from regauge.serve.tenants import Tenant, Tenants
 from regauge.serve.text import TemplateError
@@ -42,8 +52,8 @@ class Gateway:
         self._house = house
         self._tenants = tenants
         self._tokenizer = service.tokenizer
+        self._passing = config.gateway.passthrough == "auto"
         self._created = int(time.time())
-        self._document = openapi.document(service.model)
         own = service.tokenizer.max_context
         engines = min(config.prefill.max_context, config.decode.max_context)
         self._context = engines if own is None else min(engines, own)
@@ -60,22 +70,30 @@ class Gateway:
             Route("/v1/completions", self.complete, methods=["POST"]),
             Route(anthropic.MESSAGES, self.messages, methods=["POST"]),
             Route(anthropic.COUNT, self.count_tokens, methods=["POST"]),
+            Route(passthrough.RESPONSES.path, self.responses, methods=["POST"]),
             Route("/v1/models", self.models),
             Route("/v1/models/{id:path}", self.model),
-            Route(openapi.PATH, self.document),
         ]
 
-    async def chat(self, request: Request) -> Answer:
+    async def chat(self, request: Request) -> Answer | PassAnswer:
         """`POST /v1/chat/completions`."""
-        return await self._answer(request, parse_chat(await self._body(request)))
+        return await self._either(request, passthrough.CHAT, parse_chat)
 
-    async def complete(self, request: Request) -> Answer:
+    async def complete(self, request: Request) -> Answer | PassAnswer:
         """`POST /v1/completions`."""
-        return await self._answer(request, parse_completion(await self._body(request)))
+        return await self._either(request, passthrough.COMPLETION, parse_completion)
 
-    async def messages(self, request: Request) -> Answer:
+    async def messages(self, request: Request) -> Answer | PassAnswer:
         """`POST /v1/messages`."""
-        return await self._answer(request, anthropic.parse_messages(await self._body(request)))
+        return await self._either(request, passthrough.MESSAGES, anthropic.parse_messages)
+
+    async def responses(self, request: Request) -> PassAnswer:
+        """`POST /v1/responses`: for engines that have it themselves."""
+        body = await self._body(request)
+        if not self._passes:
+            message = "/v1/responses is passed on to engines that have it: this needs workers that are all vLLM, or all SGLang, and gateway.passthrough auto"
+            raise ApiError(501, message, type=SERVER_ERROR, code="not_implemented")
+        return self._pass(request, passthrough.read(passthrough.RESPONSES, body))
 
     async def count_tokens(self, request: Request) -> Response:
         """`POST /v1/messages/count_tokens`."""
@@ -94,10 +112,6 @@ class Gateway:
         """`GET /v1/models/{id}`."""
         self._check_model(request, request.path_params["id"])
         return _json(self._card())
-
-    async def document(self, _: Request) -> Response:
-        """`GET /openapi.json`."""
-        return Response(self._document, media_type=JSON)
 
     def _card(self) -> ModelCard:
         return ModelCard(id=self._service.model, created=self._created, max_model_len=self._context)
@@ -129,6 +143,49 @@ class Gateway:
             raise ApiError(400, "the connection closed before the body's end") from error
         return b"".join(parts)
 
+    @property
+    def _passes(self) -> bool:
+        return self._passing and self._service.fleet.api is not None
+
+    async def _either(
+        self, request: Request, route: passthrough.Route, parse: Callable[[bytes], Ask]
+    ) -> Answer | PassAnswer:
+        """Answer a request here, or pass its body on."""
+        body = await self._body(request)
+        if not self._passes:
+            return await self._answer(request, parse(body))
+        asked = passthrough.read(route, body)
+        if asked.alone:  # it takes several prompts' KV caches: here it is several requests, if all of it is known here
+            try:
+                ask = parse(body)
+            except ApiError:
+                if self._service.fleet.api != "vllm":
+                    raise ApiError(
+                        400, f"these engines cannot do it: {asked.alone}", code="unsupported_parameter"
+                    ) from None
+            else:
+                return await self._answer(request, ask)
+        return self._pass(request, asked)
+
+    def _pass(self, request: Request, asked: passthrough.Asked) -> PassAnswer:
+        self._check_model(request, asked.model)
+        self._check_service()
+        tenant: Tenant = request.state.tenant
+        name = f"{request.state.request_id}-{secrets.token_hex(4)}-0"
+        sender = Sender(name, tenant.name, tenant.priority, self._headers(request))
+        job = PassJob(asked, sender, self._service, asked.most or self._limits.default_max_tokens)
+        request.scope["state"]["grant"] = self._tenants.take(tenant, job.prompt_tokens + job.max_tokens)
+        self._house.enter(job)
+        self._service.names.add(request.state.request_id, [name])
+        return PassAnswer(job, asked, self._house, self._limits.request_timeout_s + SLOW_READER_S)
+
+    def _headers(self, request: Request) -> dict[str, str]:
+        """Return the headers that go with a request to the workers."""
+        headers = {"X-Request-Id": request.state.request_id}
+        if _TRACEPARENT.fullmatch(trace := request.headers.get("traceparent", "")):
+            headers["traceparent"] = trace
+        return headers
+
     async def _answer(self, request: Request, ask: Ask) -> Answer:
         self._check_model(request, ask.model)
         count = 1 if ask.chat else len(ask.prompts)
@@ -155,9 +212,7 @@ class Gateway:
         tenant: Tenant = request.state.tenant
         most = sum(len(choice.token_ids) + choice.sampling.max_tokens for choice in choices)
         request.scope["state"]["grant"] = self._tenants.take(tenant, most)
-        headers = {"X-Request-Id": request_id}
-        if _TRACEPARENT.fullmatch(trace := request.headers.get("traceparent", "")):
-            headers["traceparent"] = trace
+        headers = self._headers(request)
         job = Job(choices, self._service, tenant=tenant.name, priority=tenant.priority, headers=headers)
         writer = writer_for(
             ask,

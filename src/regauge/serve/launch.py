@@ -26,7 +26,8 @@ from regauge.layout import files
 from regauge.layout.spec import Layout
 from regauge.observe import SHARED
 from regauge.plan import Verdict
-from regauge.serve import signing, wire
+from regauge.serve import addresses, signing, wire
+from regauge.serve.discovery import secret
 from regauge.serve.pairing import UNKNOWN
 
 GATEWAY, PREFILL, DECODE = "gateway", "prefill-0", "decode-0"
@@ -106,7 +107,7 @@ def commands(deployment: Deployment, folder: Path, *, log_json: bool = False) ->
     gateway = wire.GatewaySpec(
         config=d.config, model_folder=str(d.folder), model_name=d.model, token=plan.token, workers=plan.addresses, verdict=verdict,
         layouts={name: files.encode(layout, format="json") for name, _, layout in roles if layout is not None},
-        key=d.key if any(each.engine != "local" for each in plan.addresses) else "", log_json=log_json,
+        key=d.key if _needs_key(d.config, plan.addresses) else "", log_json=log_json,
         name=GATEWAY, signing_key=str(plan.signing[GATEWAY]), trust=str(plan.signing[GATEWAY].parent / signing.TRUST),
     )  # fmt: skip
     path, count = _write(folder, GATEWAY, gateway), d.config.gateway.processes
@@ -118,8 +119,16 @@ def commands(deployment: Deployment, folder: Path, *, log_json: bool = False) ->
     return started
 
 
+def _needs_key(config: ServeConfig, started: Sequence[wire.WorkerAddress]) -> bool:
+    """Whether a gateway asks engines' status, or lets workers register: both by tokens made of the transfer plane's key."""
+    engines: set[EngineName] = {*(each.engine for each in started), *(each.engine for each in config.workers)}
+    return bool(engines - {"local"}) or bool(config.transfer.key_file)
+
+
 def _roles(d: Deployment) -> list[tuple[str, Role, Layout | None]]:
     """Return every worker's name, role and layout, decode first: prefill workers are told where those are."""
+    if d.config.external:
+        return []
     layouts: tuple[tuple[Role, Layout | None], ...] = (("decode", d.decode), ("prefill", d.prefill))
     return [(f"{role}-{i}", role, layout) for role, layout in layouts for i in range(d.config.engine(role).workers)]
 
@@ -234,7 +243,7 @@ class _Given:
             wire.RankAddress(
                 f"{self.name}.{i}",
                 (d.control, self.control + i) if self.role == "decode" else None,
-                _url(d.control, self.status + i, secure=d.config.transfer.tls is not None),
+                addresses.url_of((d.control, self.status + i), secure=d.config.transfer.tls is not None),
             )
             for i in range(self.served.ranks)
         ]
@@ -315,34 +324,14 @@ def _elsewhere(role: Role, engine: EngineConfig, server: ServerConfig, *, secure
         raise ConfigError(
             f"{where}.control: give the address at which its rank 0 takes control connections, as 10.0.0.2:9100"
         )
-    control = _host_port(f"{where}.control", server.control) if role == "decode" else None
-    status = _host_port(f"{where}.status", server.status) if server.status else None
-    ranks = [
-        wire.RankAddress(
-            f"{server.name}.{i}", (control[0], control[1] + i) if control else None,
-            _url(status[0], status[1] + i, secure=secure) if status else "",
-        )
-        for i in range(count)
-    ]  # fmt: skip
-    token = ""
-    if server.token_file:
-        try:
-            token = Path(server.token_file).read_text(encoding="ascii").strip()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{where}.token_file {server.token_file!r}: {error}") from error
-    return wire.WorkerAddress(server.name, role, server.url, ranks, engine.name, token)
-
-
-def _host_port(setting: str, text: str) -> tuple[str, int]:
-    host, _, port = text.rpartition(":")
-    if not host or not (port.isascii() and port.isdigit() and 1 <= int(port) <= 65_535):
-        raise ConfigError(f"{setting} {text!r}: give HOST:PORT")
-    return host.strip("[]"), int(port)
-
-
-def _url(host: str, port: int, *, secure: bool = False) -> str:
-    scheme = "https" if secure else "http"
-    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+    address = addresses.assemble(
+        server.name, role, server.url, engine.name,
+        control=addresses.host_port(f"{where}.control", server.control) if role == "decode" else None,
+        status=addresses.host_port(f"{where}.status", server.status) if server.status else None,
+        count=count, secure=secure,
+    )  # fmt: skip
+    token = secret(f"{where}.token_file", server.token_file) if server.token_file else ""
+    return msgspec.structs.replace(address, token=token)
 
 
 def free_ports(*hosts: str) -> list[int]:

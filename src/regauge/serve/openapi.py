@@ -132,6 +132,10 @@ OPERATIONS: Final = (
         "/debug/transfers", "get", "How transfers, links and pools stand; on loopback alone", Overview, free=True,
         errors=(400, 403), parameters=(_LIMIT,),
     ),
+    Operation(
+        "/debug/why/{id}", "get", "Why a request went where it went; on loopback alone", cards.Routed, free=True,
+        errors=(403, 404), parameters=({"name": "id", "in": "path", "required": True, "schema": {"type": "string"}},),
+    ),
 )  # fmt: skip
 _CONVERSATION: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
     {

@@ -15,9 +15,9 @@ from regauge import __version__
 from regauge.errors import ProtocolError
 from regauge.move.state import shown
 from regauge.observe import Metrics
-from regauge.serve import wire
+from regauge.serve import openapi, wire
 from regauge.serve.answer import JSON, House
-from regauge.serve.cards import Health, Ready, Verdict, Version, WorkerHealth
+from regauge.serve.cards import Health, Ready, Routed, Verdict, Version, WorkerHealth
 from regauge.serve.debug import Overview, is_loopback
 from regauge.serve.openai import ApiError, bad
 from regauge.serve.relay import Service
@@ -29,10 +29,12 @@ WHY_PATH: Final = "/debug/why"
 class Operations:
     """The endpoints."""
 
-    def __init__(self, service: Service, house: House, metrics: Metrics) -> None:
+    def __init__(self, service: Service, house: House, metrics: Metrics, *, keys: bool = False) -> None:
+        """`keys`: whether API keys are wanted, which the OpenAPI document tells."""
         self._service = service
         self._house = house
         self._metrics = metrics
+        self._document = openapi.document(service.model, keys=keys)
 
     def routes(self) -> list[Route]:
         """Return the routes; `observe.ROUTES` lists the same for the metrics' labels."""
@@ -41,6 +43,7 @@ class Operations:
             Route("/ready", self.ready),
             Route("/metrics", self.scrape),
             Route("/version", self.version),
+            Route(openapi.PATH, self.document),
             Route(wire.DEBUG_PATH, self.debug),
             Route(f"{WHY_PATH}/{{id}}", self.why),
         ]
@@ -74,6 +77,10 @@ class Operations:
         verdict = self._service.fleet.verdict
         return _json(Version(__version__, self._service.model, Verdict(verdict.path, verdict.text)))
 
+    async def document(self, _: Request) -> Response:
+        """`GET /openapi.json`."""
+        return Response(self._document, media_type=JSON)
+
     async def debug(self, request: Request) -> Response:
         """`GET /debug/transfers`: how transfers, links and pools of all workers stand; for this machine only."""
         _need_loopback(request, wire.DEBUG_PATH)
@@ -99,7 +106,7 @@ class Operations:
                 f"request {name!r} is not known to this gateway process: it keeps the newest route.keep_routes alone"
             )
             raise ApiError(404, message, code="request_not_found")
-        return _json({"requests": [{**record.data(), "text": record.text()} for record in found]})
+        return _json(Routed([{**record.data(), "text": record.text()} for record in found]))
 
 
 def _need_loopback(request: Request, path: str) -> None:

@@ -25,6 +25,7 @@ from regauge.serve.inject import INJECT, Fields, Leg
 from regauge.serve.openai import ApiError, decode_body, unsupported
 from regauge.serve.replies import PromptDetails, Usage
 
+_MOST: Final = 1 << 30
 _OWNED: Final = (
     "kv_transfer_params",
     "ec_transfer_params",
@@ -76,6 +77,10 @@ class Asked:
     """Whether a stream is to have the chunk of usage."""
     alone: str
     """Why no other engine's KV cache can serve it; empty: it can."""
+    size: int
+    """Bytes of the body."""
+    most: int | None
+    """Tokens of the answer that it is limited to; None: it does not say."""
 
     def to(self, engine: EngineName, leg: Leg) -> bytes:
         """Return the body for one of the pair's engines: for prefill if the leg has receivers."""
@@ -103,12 +108,12 @@ def read(route: Route, body: bytes) -> Asked:
     """Read a client's body. Raises ApiError (400) for one that is no request, or says what is not the client's to say."""
     fields = decode_body(body, dict[str, Raw])
     try:
-        return _asked(route, fields)
+        return _asked(route, fields, len(body))
     except (msgspec.DecodeError, RecursionError) as error:
         raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from error
 
 
-def _asked(route: Route, fields: dict[str, Raw]) -> Asked:
+def _asked(route: Route, fields: dict[str, Raw], size: int) -> Asked:
     for name in _OWNED:
         if _given(fields, name) is not None:
             raise unsupported(name, "is for the gateway to say; leave it out")
@@ -123,6 +128,7 @@ def _asked(route: Route, fields: dict[str, Raw]) -> Asked:
             if _given(fields, name):
                 raise unsupported(name, "is not supported: no answer is kept; send the whole conversation")
     options = _given(fields, "stream_options")
+    limits = [_given(fields, name) for name in (route.limit, *route.others)]
     return Asked(
         route=route,
         model=model,
@@ -130,6 +136,8 @@ def _asked(route: Route, fields: dict[str, Raw]) -> Asked:
         stream=_given(fields, "stream") is True,
         usage=isinstance(options, dict) and options.get("include_usage") is True,
         alone=_alone(route, fields),
+        size=size,
+        most=next((most for most in limits if isinstance(most, int) and 0 < most <= _MOST), None),
     )
 
 
