@@ -161,6 +161,8 @@ class Connection(abc.ABC):
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
             )
+        if self._session.closed:
+            raise WorkerLost(self.name, self.role, self._dead or "the gateway has let it go")
         sent = {
             "Authorization": wire.bearer(self._token),
             "Content-Type": "application/json",
