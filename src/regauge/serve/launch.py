@@ -88,7 +88,13 @@ def commands(deployment: Deployment, folder: Path, *, log_json: bool = False) ->
     d, roles = deployment, _roles(deployment)
     needed = [_ports(d.config.engine(role)) for _, role, _ in roles]
     port = consecutive_ports(sum(needed), wire.WORKER_HOST, d.control)
-    plan = _Plan(d, folder, secrets.token_hex(32), _signing(d, folder, [name for name, *_ in roles]), log_json)
+    plan = _Plan(
+        d,
+        folder,
+        secrets.token_hex(32),
+        _signing(d, folder, [name for name, _, layout in roles if layout is not None]),
+        log_json,
+    )
     wire.write_private(plan.key_file, d.key.encode())
     for (name, role, layout), count in zip(roles, needed, strict=True):
         plan.add(name, role, layout, port)
