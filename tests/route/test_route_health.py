@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from route_rig import cluster, placed
+from route_rig import cluster, link, placed
 
 from regauge.route.cluster import Request
 from regauge.route.router import Router
@@ -98,3 +98,28 @@ def test_slowness_of_all_is_nobodys_fault() -> None:
         router.first_token(route.id, now + 10 * route.ttft_s)
         router.finished(route.id, now + 10 * route.ttft_s)
     assert not any(each.breaker.ejections for each in router.workers.values())
+
+
+def test_where_the_network_is_not_known_nobody_is_called_slow() -> None:
+    router = cluster(4, 1, slots=1000)
+    for i in range(4):
+        router.link(link(i, 0, bytes_per_s=0.0), 0.0)
+    for number in range(200):
+        now = float(number)
+        route = placed(router, Request(f"r{number}", tokens=200), now)
+        took = route.ttft_s * (10 if route.prefill == "p2" else 1)
+        router.first_token(route.id, now + took)
+        router.finished(route.id, now + took)
+    assert not any(each.breaker.ejections for each in router.workers.values())
+
+
+def test_most_of_a_role_stays_however_slow() -> None:
+    router = cluster(6, 1, slots=1000)
+    for number in range(600):
+        now = float(number)
+        route = placed(router, Request(f"r{number}", tokens=200), now)
+        took = route.ttft_s * (20 if route.prefill in ("p0", "p1", "p2") else 1)
+        router.first_token(route.id, now + took)
+        router.finished(route.id, now + took)
+        assert sum(each.breaker.until is not None for each in router.workers.values()) <= 2
+    assert any(router.workers[name].breaker.ejections for name in ("p0", "p1", "p2"))

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from regauge.config import LimitsConfig, ServeConfig
-from regauge.serve import anthropic
+from regauge.serve import anthropic, passthrough
 from regauge.serve.answer import JSON, SLOW_READER_S, Answer, House
 from regauge.serve.cards import ModelCard, ModelList
 from regauge.serve.choice import Choice
@@ -91,7 +91,7 @@ class Gateway:
         """`POST /v1/responses`: for engines that have it themselves."""
         body = await self._body(request)
         if not self._passes:
-            message = "/v1/responses is passed on to engines that have it: all workers vLLM, or all SGLang, and gateway.passthrough auto"
+            message = "/v1/responses is passed on to engines that have it: this needs workers that are all vLLM, or all SGLang, and gateway.passthrough auto"
             raise ApiError(501, message, type=SERVER_ERROR, code="not_implemented")
         return self._pass(request, passthrough.read(passthrough.RESPONSES, body))
 

@@ -63,6 +63,7 @@ from regauge.serve.reload import Part, Reloader
 from regauge.serve.server import GRACE_S, Server, load_chain, tls_context
 from regauge.serve.tenants import Tenants
 from regauge.serve.text import Tokenizer
+from regauge.serve.usage import UsageApi
 
 
 def build_app(
@@ -87,7 +88,8 @@ def build_app(
         limit_s=config.limits.request_timeout_s, wait_s=config.limits.prefill_wait_s,
     )  # fmt: skip
     gateway = Gateway(config, service, house, tenants)
-    routes = gateway.routes() + Operations(service, house, metrics, keys=not tenants.open).routes()
+    operations = Operations(service, house, metrics, keys=not tenants.open)
+    routes = [*gateway.routes(), *UsageApi(config.meter.store).routes(), *operations.routes()]
     routes += [route for source in pools if isinstance(source, Desk) for route in source.routes()]
 
     @asynccontextmanager
