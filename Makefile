@@ -7,7 +7,7 @@ VLLM := .venv-vllm
 SGLANG := .venv-sglang
 ARGS ?=
 
-.PHONY: serve test test-planes test-transports test-vllm test-sglang test-mixed test-postgres bench bench-vllm bench-sglang gpu check format clean
+.PHONY: serve test test-planes test-transports test-vllm test-sglang test-mixed test-postgres test-etcd bench bench-vllm bench-sglang gpu check format clean
 
 serve: $(READY)  ## a real small model, served across a prefill and a decode process
 	$(BIN)/regauge serve $(ARGS)
@@ -29,6 +29,10 @@ test-sglang: $(SGLANG)/.ready  ## real SGLang on the CPU, in an environment of i
 
 test-postgres: $(VENV)/.postgres  ## receipts in a real PostgreSQL: Debian's package, and psycopg
 	$(BIN)/python -m pytest tests/real_postgres $(ARGS)
+
+test-etcd: $(READY)  ## workers in a real etcd: Debian's package
+	scripts/install-etcd
+	$(BIN)/python -m pytest tests/real_etcd $(ARGS)
 
 test-mixed: $(READY) $(VLLM)/.ready $(SGLANG)/.ready  ## vLLM, SGLang and the embedded engine on either side of each other
 	$(BIN)/python -m pytest tests/real_mixed $(ARGS)

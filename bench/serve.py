@@ -93,7 +93,7 @@ def wait(url: str, process: subprocess.Popen[bytes]) -> None:
     while time.monotonic() < end and process.poll() is None:
         try:
             with urllib.request.urlopen(f"{url}/ready", timeout=5) as answer:  # noqa: S310
-                if answer.status == 200:
+                if answer.status == 200 and json.load(answer)["status"] == "ready":
                     return
         except OSError:
             time.sleep(0.2)

@@ -38,6 +38,14 @@ def test_a_file_overrides_defaults_and_nothing_else(tmp_path: Path) -> None:
         ("[transfer]\nlease_s = 1e6", r"transfer\.lease_s: must be more than 0 and at most 86400, not 1000000\.0"),
         ("[limits]\nrequest_timeout_s = nan", r"limits\.request_timeout_s: .*, not nan; leave it out for 600\.0"),
         ("[quality.limits]\nmax_kl = inf", r"Expected `float` <= .* - at `\$\.quality\.limits\.max_kl`"),
+        ("[route]\npolicy = 'best'", r"Invalid enum value 'best' - at `\$\.route\.policy`"),
+        ("[route]\nadmit_share = 0.0", r"Expected `float` > 0.* - at `\$\.route\.admit_share`"),
+        (
+            "[route]\nttft_s = 0.0",
+            r"route\.ttft_s: must be more than 0 and at most 86400, not 0\.0; leave it out for None",
+        ),
+        ("[route]\neject_ratio = 0.5", r"route\.eject_ratio: must be at least 1 and finite, not 0\.5"),
+        ("[route]\nstale_s = inf", r"route\.stale_s: .* not inf; leave it out for 10\.0"),
         ("[transfer.flow]\novercommit = 0.5", r"transfer\.flow\.overcommit: must be at least 1 and finite, not 0\.5"),
         ("[transfer.flow]\naged_share = 1.0", r"transfer\.flow\.aged_share: must be between 0 and 1, not 1\.0"),
         (

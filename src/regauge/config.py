@@ -16,7 +16,9 @@ from regauge import toml
 from regauge.config_bounds import MAX_S as MAX_S  # noqa: PLC0414  # re-exported
 from regauge.config_bounds import Count, Limit, bound
 from regauge.config_bounds import Port as Port  # noqa: PLC0414  # re-exported
+from regauge.config_discovery import DiscoveryConfig, WorkerConfig
 from regauge.config_gateway import GatewayConfig as GatewayConfig  # noqa: PLC0414  # re-exported
+from regauge.config_meter import MeterConfig as MeterConfig  # noqa: PLC0414  # re-exported
 from regauge.config_route import RouteConfig as RouteConfig  # noqa: PLC0414  # re-exported
 from regauge.errors import ConfigError
 
@@ -59,8 +61,10 @@ class ServedConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How one worker's engine runs."""
+    """How the workers of a role run, and how many there are."""
 
+    workers: Annotated[int, msgspec.Meta(ge=1, le=256)] = 1
+    """Workers of this role, each a process of its own, with a pool of its own."""
     pool_tokens: Count = 16_384
     """Tokens that the KV pool holds; rounded up to whole pages."""
     max_context: Count = 2_048
@@ -72,7 +76,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prefix_cache: bool = True
     """Whether computed prompts stay in the pool, as far as there is room, for later ones that begin alike."""
     threads: Annotated[int, msgspec.Meta(ge=0, le=1_024)] = 0
-    """CPU threads of the model's arithmetic; 0 means half of the cores, at least one."""
+    """CPU threads of the model's arithmetic; 0 means an equal share of the cores among all workers, at least one."""
     vllm: ServedConfig | None = None
     """vLLM instead of the local engine; of the settings above, `max_context` and `threads` count for it, too."""
     sglang: ServedConfig | None = None
@@ -81,6 +85,8 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         if self.vllm is not None and self.sglang is not None:
             raise ConfigError("sglang: this worker is vLLM already: leave out vllm, or sglang")
+        if self.workers > 1 and self.served is not None and self.served.server is not None:
+            raise ConfigError("workers: a server that somebody else started is one worker: leave it out")
 
     @property
     def name(self) -> EngineName:
@@ -266,7 +272,7 @@ class QualityConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`regauge serve`: one gateway, one prefill worker, one decode worker."""
+    """`regauge serve`: the gateway, the prefill workers, the decode workers."""
 
     model: str = BUNDLED_MODEL
     """The bundled model's name, a Hugging Face folder, or a hub name."""
@@ -281,10 +287,20 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     quality: QualityConfig = QualityConfig()
     route: RouteConfig = RouteConfig()
     gateway: GatewayConfig = GatewayConfig()
+    workers: Annotated[list[WorkerConfig], msgspec.Meta(max_length=10_000)] = []
+    """Workers that somebody else started."""
+    discovery: DiscoveryConfig = DiscoveryConfig()
+    """Where more of them are learnt of."""
+    meter: MeterConfig = MeterConfig()
 
     def engine(self, role: Role) -> EngineConfig:
         """Return how the worker of a role runs."""
         return self.prefill if role == "prefill" else self.decode
+
+    def threads(self, role: Role) -> int:
+        """Return the CPU threads of each worker of a role."""
+        share = (os.cpu_count() or 2) // (self.prefill.workers + self.decode.workers)
+        return self.engine(role).threads or max(share, 1)
 
 
 def load(path: Path) -> ServeConfig:

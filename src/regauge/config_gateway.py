@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Final
+from typing import Annotated, Final, Literal
 
 import msgspec
 
@@ -30,6 +30,9 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     processes: Annotated[int, msgspec.Meta(ge=1, le=MAX_PROCESSES)] = 1
     """Gateway processes on the one port."""
     tls: ClientTlsConfig | None = None
+    passthrough: Literal["auto", "never"] = "auto"
+    """Where all workers are of one engine with an API of its own: "auto" passes the client's body on as it came, with all that only the engine
+    knows; "never" tokenises here, as for other fleets, so that another worker can go on with an answer whose decode worker has died."""
     max_connections: Count = 4_096
     """Connections of one process; one more is answered 503 and closed."""
     max_header_bytes: Annotated[int, msgspec.Meta(ge=1_024, le=1 << 20)] = 32_768

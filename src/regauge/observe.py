@@ -86,8 +86,12 @@ ROUTES: Final = (
     "/debug/transfers",
     "/debug/why/{id}",
     "/v1/usage",
+    "/v1/usage/{id}",
+    "/v1/responses",
     "/internal/generate",
     "/internal/prefill",
+    "/internal/workers",
+    "/internal/workers/{name}",
     "/internal/requests/{request_id}",
 )
 
@@ -139,6 +143,7 @@ class Metrics:
     resumed: Counter
     receipts: Counter
     receipts_refused: Counter
+    receipts_troubled: Gauge
     completion_tokens: Counter
     transfer_bytes: Histogram
     transfer_seconds: Histogram
@@ -227,6 +232,13 @@ class Metrics:
                 "regauge_receipts_refused_total",
                 "Receipts that were not taken: forged, malformed, or too many at once.",
                 registry=registry,
+            ),
+            receipts_troubled=Gauge(
+                "regauge_receipts_troubled",
+                "Requests of the last days whose receipts differ, or of which one is missing for over a minute.",
+                ["status"],
+                registry=registry,
+                multiprocess_mode=LATEST,
             ),
             completion_tokens=Counter("regauge_completion_tokens_total", "Generated tokens.", registry=registry),
             transfer_bytes=Histogram(

@@ -78,7 +78,7 @@ async def ready(session: aiohttp.ClientSession, served: Served) -> bool:
     assert served.process.poll() is None, served.text()
     with contextlib.suppress(aiohttp.ClientError):
         async with session.get(f"{served.url}/ready") as answer:
-            return answer.status == 200
+            return answer.status == 200 and (await answer.json())["status"] == "ready"
     return False
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +27,7 @@ from regauge.move.state import LinkState, PoolState, Totals, WorkerState, bounde
 from regauge.observe import Metrics
 from regauge.route.router import Router
 from regauge.serve import wire
+from regauge.serve.discovery import Source
 from regauge.serve.fleet import Fleet, dialer
 from regauge.serve.gateway import build_app
 from regauge.serve.pairing import Pairs
@@ -353,8 +354,9 @@ async def open_rig(
     decode_at: wire.WorkerAddress | None = None,
     rules: GatewayConfig | None = None,
     tenants: Tenants | None = None,
+    pools: Sequence[Source] | None = None,
 ) -> AsyncIterator[Rig]:
-    """`prefill_at`, `decode_at`: workers of another kind, in place of the rig's own."""
+    """`prefill_at`, `decode_at`: workers of another kind, in place of the rig's own; `pools`: from them alone the gateway learns of workers."""
     rails: dict[str, asyncio.Future[None]] = {}
     prefill = EchoWorker("prefill-0", "prefill", tokenizer, rails)
     decode = EchoWorker("decode-0", "decode", tokenizer, rails)
@@ -366,11 +368,12 @@ async def open_rig(
             await prefill.stop()
         metrics = Metrics.create("test")
         fleet = Fleet(
-            [prefill_at or prefill.address, decode_at or decode.address], dialer(TOKEN, MODEL), metrics, Router(),
+            [prefill_at or prefill.address, decode_at or decode.address] if pools is None else [],
+            dialer(TOKEN, MODEL), metrics, Router(),
             pairs=Pairs(given=wire.VerdictInfo("CONVERT")), policy=policy or HealthPolicy(period_s=0.05),
         )  # fmt: skip
         config = ServeConfig(limits=limits or LimitsConfig(request_timeout_s=WAIT_S, prefill_wait_s=0))
-        app = build_app(config, tokenizer, fleet, metrics, model=MODEL, tenants=tenants)
+        app = build_app(config, tokenizer, fleet, metrics, model=MODEL, tenants=tenants, pools=pools or ())
         listener = listen("127.0.0.1", 0)
         port = listener.getsockname()[1]
         server = Server(app, grace_s, rules=rules)

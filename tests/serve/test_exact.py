@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import AsyncIterator
 from pydoc_data.topics import topics
 
 import numpy as np
 import pytest
 
+from regauge.blocks import BLOCK_TOKENS
 from regauge.config import BUNDLED_MODEL, EngineConfig, ServeConfig, TransferConfig, cache_dir
 from regauge.engines.local.kv import PagedKV, allocate
 from regauge.engines.local.model import LocalModel
@@ -110,17 +112,17 @@ async def workers(
 
 async def ask(
     p: PrefillWorker, d: DecodeWorker, name: str, prompt: tuple[int, ...]
-) -> tuple[list[int], wire.TransferEvent]:
+) -> tuple[tuple[list[int], wire.TransferEvent], wire.Prefilled]:
     events: asyncio.Queue[wire.Event] = asyncio.Queue()
     job = asyncio.create_task(d.generate(wire.Generate(name, f"t-{name}", list(prompt), greedy(), ["p"]), events))
-    await p.prefill(wire.Prefill(name, f"t-{name}", list(prompt), greedy(), p.spec.peers))
+    said = await p.prefill(wire.Prefill(name, f"t-{name}", list(prompt), greedy(), p.spec.peers))
     await job
     found = [events.get_nowait() for _ in range(events.qsize())]
     transfer, end = found[0], found[-1]
     assert isinstance(transfer, wire.TransferEvent), transfer
     assert isinstance(end, wire.FinishEvent), end
     assert end.completion_tokens == ANSWER
-    return [event.token for event in found if isinstance(event, wire.TokenEvent)], transfer
+    return ([event.token for event in found if isinstance(event, wire.TokenEvent)], transfer), said
 
 
 @pytest.mark.anyio
@@ -131,12 +133,49 @@ async def test_the_answer_is_the_engines_own(
     prefill, decode, kind = PAIRS[pair]
     async with workers(model, prefill, decode, kind) as (p, d):
         for index, (prompt, want) in enumerate(zip(prompts, alone, strict=True)):
-            got, transfer = await ask(p, d, str(index), prompt)
+            (got, transfer), _ = await ask(p, d, str(index), prompt)
             assert got == want, f"prompt of {len(prompt)} tokens"
             assert transfer.path == ("DIRECT" if pair == "direct" else "REMAP")
         for worker in (p, d):
             worker.pool.check_integrity()
-            assert worker.pool.free == worker.pool.pages
+            assert worker.cache.available == worker.pool.pages
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("pair", ["page 64 HND to page 16 NHD", "page 24 to 16"])
+async def test_the_answer_after_a_cached_beginning_is_the_engines_own(
+    pair: str, model: LocalModel, prompts: list[tuple[int, ...]], alone: list[list[int]]
+) -> None:
+    """Each prompt after a part of it, and again; several at once, in a pool that has no room for all of them."""
+    few = [i for i, prompt in enumerate(prompts) if len(prompt) in (129, 257, 700)]
+    prefill, decode, kind = PAIRS[pair]
+    async with workers(model, prefill, decode, kind) as (p, d):
+        unit = math.lcm(p.pool.page_size, BLOCK_TOKENS)
+
+        async def asked(name: str, index: int) -> int:
+            prompt = prompts[index]
+            (got, _), said = await ask(p, d, name, prompt)
+            assert got == alone[index], f"prompt of {len(prompt)} tokens, {said.cached_tokens} of them cached"
+            assert said.cached_tokens + said.computed_tokens == len(prompt)
+            assert said.cached_tokens % unit == 0
+            return said.cached_tokens
+
+        for index in few:
+            prompt = prompts[index]
+            part = min(len(prompt) * 2 // 3, len(prompt) - 1)
+            await ask(p, d, f"{index} in part", prompt[:part])
+            assert await asked(f"{index} once", index) == part // unit * unit
+            assert await asked(f"{index} again", index) == (len(prompt) - 1) // unit * unit
+        blocker = "all but a few pages"
+        await p.admission.lease(blocker, p.pool.pages - p.pool.pages_for(1_000))
+        hits = await asyncio.gather(*(asked(f"{index} at once {n}", index) for n in range(2) for index in few))
+        assert any(hits)
+        p.admission.release(blocker)
+        for worker in (p, d):
+            worker.pool.check_integrity()
+            assert worker.cache.available == worker.pool.pages
+        assert p.cache.events.seq > 0
+        assert d.cache.events.seq == 0
 
 
 @pytest.mark.anyio
@@ -154,6 +193,6 @@ async def test_a_stream_comes_to_an_end_whatever_breaks(
         await job
         *_, end = [events.get_nowait() for _ in range(events.qsize())]
         assert end == wire.ErrorEvent("engine_failed", "nobody thought of this", "d")
-        assert d.pool.free == d.pool.pages
+        assert d.cache.available == d.pool.pages
         with pytest.raises(RefusalError, match="token_ids is empty"):
             d.admit("y", 0, 1)

@@ -98,6 +98,14 @@ class Store:
         rows = self._database.execute("SELECT body FROM entries WHERE request = ?", (request,))
         return _entry(rows[0][0]) if rows else None
 
+    def entries(self, name: str, tenant: str, limit: int = 1_000) -> list[Entry]:
+        """Return the oldest `limit` entries of a tenant whose request is `name`, or a part of it (`name-...`). Raises StoreError."""
+        rows = self._database.execute(
+            "SELECT body FROM entries WHERE tenant = ? AND (request = ? OR (request >= ? AND request < ?)) ORDER BY at_us, request LIMIT ?",
+            (tenant, name, f"{name}-", f"{name}.", limit),  # "." comes after "-"
+        )
+        return [_entry(row[0]) for row in rows]
+
     def receipts(self, since_us: int = 0, until_us: int = END_US, tenant: str | None = None) -> Iterator[Signed]:
         """Yield the receipts of requests that arrived in [since, until), a request's together. Raises StoreError."""
         where, values = _where(since_us, until_us, tenant)

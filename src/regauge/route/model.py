@@ -3,9 +3,10 @@
     waiting_s   computation in front of it at prefill          queue_s
     + compute   of its uncached tokens                         compute_s
     + what of the transfer is not hidden behind that           transfer_s
-    + what of decode's wait for a slot and pages is not        wait_s
+    + what of decode's wait for a slot and pages is longer
+      than the queue                                           wait_s
 
-KV goes layer by layer while the prompt is computed, but not before decode has pages for it.
+KV goes layer by layer while the prompt is computed, and that does not begin before decode has a slot and pages for it.
 """
 
 from __future__ import annotations
@@ -54,6 +55,8 @@ class Estimate:
     wire_bytes: float
     ready: float
     """When computing begins."""
+    known: bool = True
+    """Whether the rate of the link is."""
 
     @property
     def ttft_s(self) -> float:
@@ -87,15 +90,13 @@ def estimate(request: Request, view: View, prefill: Standing | None, decode: Sta
     cached = view.cached.get(prefill.name, 0)
     queue = prefill.waiting_s(now)
     compute = prefill.compute_s(request.tokens - cached, cached)
-    begin, complete = now + queue, now + queue + compute
+    late = max(0.0, wait - queue)
+    begin = now + queue + late
     size = link.bytes_per_token * request.tokens
-    landed, harm = decode.nic.finish(size, begin, complete, now, link.bytes_per_s)
-    transfer, late = landed - complete + link.convert_s_per_token * request.tokens, 0.0
-    if now + wait > begin:
-        late = decode.nic.finish(size, now + wait, max(complete, now + wait), now, link.bytes_per_s)[0] - landed
-    return Estimate(
-        prefill, decode, cached, queue, compute, transfer, max(0.0, late), harm, decode.tpot_s(), size, begin
-    )
+    landed, harm = decode.nic.finish(size, begin, begin + compute, now, link.bytes_per_s)
+    transfer = landed - begin - compute + link.convert_s_per_token * request.tokens
+    tpot, known = decode.tpot_s(), link.bytes_per_s > 0
+    return Estimate(prefill, decode, cached, queue, compute, transfer, late, harm, tpot, size, begin, known)
 
 
 def _alone(request: Request, view: View, decode: Standing) -> Estimate | None:

@@ -1,7 +1,8 @@
 """How long KV waits at one decode NIC, into which many prefill workers send at once (incast).
 
 A fluid model. A transfer's bytes become ready while its prompt is computed, and all that is ready shares the NIC's rate evenly. So a transfer
-of B bytes waits for at most B bytes of each other one that has begun: `sum(min(rest, B)) / rate`.
+of B bytes waits for at most B bytes of each other one that has begun: `sum(min(rest, B)) / rate`. Of what others send there only the sum is known: all of it
+is taken to be in front.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ class Nic:
         total = sum(rests)
         keep = max(0.0, 1 - drained / total) if total else 0.0
         shared = sum(min(rest * keep, size) for rest in rests) if keep else 0.0
-        landed = begin + (size + min(foreign, size) + shared) / rate
+        landed = begin + (size + foreign + shared) / rate
         return max(landed, complete + TAIL_S), shared / rate
 
     def _advance(self, now: float) -> None:

@@ -30,6 +30,8 @@ from regauge.route.why import Journal
 BLAMELESS: Final[frozenset[Cause]] = frozenset({"draining", "queue_full"})
 """Failures that say nothing of a worker's health."""
 TRUST_STEP: Final = 0.1
+SLOW_SHARE: Final = 3
+"""One worker in so many of a role may be left out for slowness."""
 Role = Literal["prefill", "decode"]
 
 
@@ -146,7 +148,7 @@ class Router:
         measured = now - booking.made
         ratio = self.correction.measured(booking.predicted_s, measured, now)
         self._crossed(booking, now)
-        for standing in _both(booking):
+        for standing in _both(booking) if booking.known else ():
             standing.breaker.timed(ratio)
             self._slow(standing, now)
         self.journal.happened(
@@ -275,7 +277,7 @@ class Router:
     def _book(self, request: Request, chosen: Estimate, now: float) -> None:
         booking = Booking(
             request.id, now, chosen.prefill, chosen.decode, request.tokens - chosen.cached, chosen.compute_s,
-            request.tokens + request.max_tokens, request.tokens, chosen.cached, chosen.ttft_s, request.blocks,
+            request.tokens + request.max_tokens, chosen.cached, chosen.ttft_s, chosen.known,
         )  # fmt: skip
         self._bookings[request.id] = booking
         computer = chosen.prefill or chosen.decode
@@ -311,14 +313,15 @@ class Router:
         )
 
     def _slow(self, standing: Standing, now: float) -> None:
-        worker = standing.worker
+        worker, breaker = standing.worker, standing.breaker
         peers = [
             each.breaker
             for each in self._workers.values()
             if each is not standing and (each.worker.prefill, each.worker.decode) == (worker.prefill, worker.decode)
         ]
-        breaker = standing.breaker
-        if breaker.slow(peers, self.config) and self._spare(standing):
+        # One that is only slow is better than others that are overloaded in its place: most of a role stays.
+        out = 1 + sum(peer.until is not None for peer in peers)
+        if breaker.slow(peers, self.config) and out * SLOW_SHARE <= len(peers) + 1 and self._spare(standing):
             breaker.eject(f"its requests take {breaker.ratio:.1f} times what is predicted", self.config, now)
 
     def _linked(self, link: Link) -> None:

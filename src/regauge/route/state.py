@@ -40,11 +40,11 @@ class Booking:
     compute_s: float
     pages_tokens: int
     """Tokens that decode must have pages for."""
-    prompt: int
     cached: int
     predicted_s: float
     """Time to the first token, before correction."""
-    blocks: tuple[int, ...] = ()
+    known: bool = True
+    """All of what it takes was predicted: its link's rate is known."""
     first: float | None = None
     """When its first token came."""
     computing: bool = True

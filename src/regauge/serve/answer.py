@@ -42,8 +42,19 @@ _STREAM: Final = MappingProxyType(
 _SANE_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
-class _ClientGone(RegaugeError):  # an event more than an error
+class ClientGone(RegaugeError):  # an event more than an error
     """The client closed its connection."""
+
+
+class Guest(Protocol):
+    """A request that is in the house."""
+
+    @property
+    def size(self) -> int:
+        """Requests to the workers that it is."""
+
+    def fail(self, error: RegaugeError) -> None:
+        """End it from outside."""
 
 
 class House:
@@ -55,7 +66,7 @@ class House:
         """Most choices that are in at once."""
         self._metrics = metrics
         self._choices = 0
-        self._jobs: set[Job] = set()
+        self._jobs: set[Guest] = set()
         self._beside: set[asyncio.Task[None]] = set()
         self._empty = asyncio.Event()
         self._empty.set()
@@ -65,20 +76,20 @@ class House:
         """Requests that are in; a job has one for each choice."""
         return self._choices
 
-    def enter(self, job: Job) -> None:
+    def enter(self, job: Guest) -> None:
         """Admit a job. Raises ApiError: 429 if the house is full, 503 if it closes."""
         if self.draining:
             raise closing()
-        if self._choices + len(job.choices) > self.limit:
+        if self._choices + job.size > self.limit:
             raise too_many(f"{self._choices} requests are running or waiting, of at most {self.limit}; try again")
         self._jobs.add(job)
-        self._count(len(job.choices))
+        self._count(job.size)
 
-    def leave(self, job: Job) -> None:
+    def leave(self, job: Guest) -> None:
         """Let a job go; a second time does nothing."""
         if job in self._jobs:
             self._jobs.remove(job)
-            self._count(-len(job.choices))
+            self._count(-job.size)
 
     def spawn(self, work: Coroutine[None, None, None]) -> None:
         """Run something short to its end, whatever becomes of the request that wants it."""
@@ -167,14 +178,14 @@ class Answer:
             observe.WIRE_BYTES: tally.wire_bytes,
             observe.PROMPT_TOKENS: usage.prompt_tokens,
             observe.COMPLETION_TOKENS: usage.completion_tokens,
-            observe.TTFT_S: _rounded(tally.ttft_s),
-            observe.TPOT_S: _rounded(tally.tpot_s),
+            observe.TTFT_S: rounded(tally.ttft_s),
+            observe.TPOT_S: rounded(tally.tpot_s),
         }
 
     async def _watch(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
-        self._job.fail(_ClientGone("the client closed its connection"))
+        self._job.fail(ClientGone("the client closed its connection"))
 
     async def _send_whole(self, send: Send) -> RegaugeError | None:
         gathered: list[Delta] = []
@@ -183,15 +194,15 @@ class Answer:
                 async for batch in deltas:
                     gathered += batch
                 self._house.leave(self._job)  # before the client can know, and ask again
-        except _ClientGone as gone:
+        except ClientGone as gone:
             return gone
         except RegaugeError as error:
             await self._refuse(send, api_error(error))
             return error
         body = self._writer.whole(gathered, self._job.usage())
         headers = {"content-type": JSON, "content-length": str(len(body)), **self._job.told()}
-        await _begin(send, 200, headers)
-        await _part(send, body, last=True)
+        await begin(send, 200, headers)
+        await part(send, body, last=True)
         return None
 
     async def _send_stream(self, send: Send) -> RegaugeError | None:
@@ -200,25 +211,25 @@ class Answer:
             async with aclosing(self._job.deltas()) as deltas:
                 async for batch in deltas:
                     if not begun:
-                        await _begin(send, 200, {**_STREAM, **self._job.told()})
+                        await begin(send, 200, {**_STREAM, **self._job.told()})
                         begun = True
-                    await _part(send, b"".join(self._writer.chunks(delta) for delta in batch))
+                    await part(send, b"".join(self._writer.chunks(delta) for delta in batch))
                 self._house.leave(self._job)
-        except _ClientGone as gone:
+        except ClientGone as gone:
             return gone
         except RegaugeError as error:
             if begun:
-                await _part(send, self._writer.failed(api_error(error)), last=True)
+                await part(send, self._writer.failed(api_error(error)), last=True)
             else:
                 await self._refuse(send, api_error(error))
             return error
-        await _part(send, self._writer.end(self._job.usage()), last=True)
+        await part(send, self._writer.end(self._job.usage()), last=True)
         return None
 
     async def _refuse(self, send: Send, error: ApiError) -> None:
         body = self._writer.refusal(error)
-        await _begin(send, error.status, {"content-type": JSON, "content-length": str(len(body)), **error.headers()})
-        await _part(send, body, last=True)
+        await begin(send, error.status, {"content-type": JSON, "content-length": str(len(body)), **error.headers()})
+        await part(send, body, last=True)
 
 
 class Envelope:
@@ -258,8 +269,9 @@ class Envelope:
             route = _route(scope["path"])
             self._metrics.answered(route, status)
             log = get_logger(**{observe.REQUEST_ID: request_id, observe.ROUTE: route, observe.STATUS: status})
-            line = log.info if scope["method"] == "POST" else log.debug
-            line("request", **{observe.SECONDS: _rounded(time.monotonic() - begun)}, **state.get("summary", {}))
+            asked = scope["method"] == "POST" and not route.startswith("/internal/")  # not a worker's heartbeat
+            line = log.info if asked else log.debug
+            line("request", **{observe.SECONDS: rounded(time.monotonic() - begun)}, **state.get("summary", {}))
 
 
 def error_response(error: ApiError, path: str = "", request_id: str = "") -> Response:
@@ -273,19 +285,24 @@ def closing() -> ApiError:
     return ApiError(503, "the gateway is shutting down", type=SERVER_ERROR, code="shutting_down")
 
 
-def _rounded(seconds: float | None) -> float | None:
+def rounded(seconds: float | None) -> float | None:
     """Microseconds are enough for a log line."""
     return None if seconds is None else round(seconds, 6)
 
 
 def _route(path: str) -> str:
-    return "/v1/models/{id}" if path.startswith("/v1/models/") else path
+    for prefix in ("/v1/models/", "/v1/usage/", "/debug/why/"):
+        if path.startswith(prefix):
+            return f"{prefix}{{id}}"
+    return path
 
 
-async def _begin(send: Send, status: int, headers: Mapping[str, str]) -> None:
+async def begin(send: Send, status: int, headers: Mapping[str, str]) -> None:
+    """Send the head of an answer."""
     raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
     await send({"type": "http.response.start", "status": status, "headers": raw})
 
 
-async def _part(send: Send, body: bytes, *, last: bool = False) -> None:
+async def part(send: Send, body: bytes, *, last: bool = False) -> None:
+    """Send a part of an answer's body."""
     await send({"type": "http.response.body", "body": body, "more_body": not last})

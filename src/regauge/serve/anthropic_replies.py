@@ -134,7 +134,7 @@ class MessageWriter:
 
     def failed(self, error: ApiError) -> bytes:
         """Return the `error` event that ends a stream which failed."""
-        return b"event: error\ndata: " + self.refusal(error) + b"\n\n"
+        return failed(error, self.request_id)
 
     def whole(self, deltas: Iterable[Delta], usage: Usage) -> bytes:
         """Return the body of an answer that is not streamed."""
@@ -152,6 +152,11 @@ class MessageWriter:
     def _message(self, content: list[TextBlock], ending: Ending | None, usage: MessageUsage) -> MessageReply:
         reason, sequence = (None, None) if ending is None else (ending.stop_reason, ending.stop_sequence)
         return MessageReply(self.id, "assistant", self.model, content, reason, sequence, usage)
+
+
+def failed(error: ApiError, request_id: str = "") -> bytes:
+    """Return the `error` event that ends a stream which failed."""
+    return b"event: error\ndata: " + error_body(error, request_id) + b"\n\n"
 
 
 def _ending(finish: FinishReason, stopped: str | None) -> Ending:

@@ -7,7 +7,6 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from typing import Final
 
 import msgspec
@@ -16,15 +15,23 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from regauge.config import LimitsConfig, ServeConfig
-from regauge.engines.local.sampling import SamplingParams
 from regauge.serve import anthropic, passthrough
 from regauge.serve.answer import JSON, SLOW_READER_S, Answer, House
 from regauge.serve.cards import ModelCard, ModelList
 from regauge.serve.choice import Choice
 from regauge.serve.dialects import writer_for
 from regauge.serve.failures import unavailable
-from regauge.serve.openai import COMPLETION_MAX_TOKENS, ApiError, Ask, Messages, bad, parse_chat, parse_completion
-from regauge.serve.passing import CHARACTERS_PER_TOKEN, PassJob, Verbatim, engine_of
+from regauge.serve.openai import (
+    COMPLETION_MAX_TOKENS,
+    SERVER_ERROR,
+    ApiError,
+    Ask,
+    Messages,
+    bad,
+    parse_chat,
+    parse_completion,
+)
+from regauge.serve.passing import PassAnswer, PassJob, Sender
 from regauge.serve.relay import Job, Service
 from regauge.serve.tenants import Tenant, Tenants
 from regauge.serve.text import TemplateError
@@ -33,7 +40,6 @@ LONG_TEXT: Final = 16_384
 """Characters from which on a request is tokenised in a thread: the event loop must not stand still."""
 PIECE: Final = 64
 """Characters that a message or prompt counts for besides its own: what the template writes around it, and each call's cost."""
-Parse = Callable[[bytes], Ask]
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
@@ -46,6 +52,7 @@ class Gateway:
         self._house = house
         self._tenants = tenants
         self._tokenizer = service.tokenizer
+        self._passing = config.gateway.passthrough == "auto"
         self._created = int(time.time())
         own = service.tokenizer.max_context
         engines = min(config.prefill.max_context, config.decode.max_context)
@@ -62,27 +69,31 @@ class Gateway:
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
             Route("/v1/completions", self.complete, methods=["POST"]),
             Route(anthropic.MESSAGES, self.messages, methods=["POST"]),
-            Route("/v1/responses", self.responses, methods=["POST"]),
             Route(anthropic.COUNT, self.count_tokens, methods=["POST"]),
+            Route(passthrough.RESPONSES.path, self.responses, methods=["POST"]),
             Route("/v1/models", self.models),
             Route("/v1/models/{id:path}", self.model),
         ]
 
-    async def chat(self, request: Request) -> Answer:
+    async def chat(self, request: Request) -> Answer | PassAnswer:
         """`POST /v1/chat/completions`."""
-        return await self._any(request, passthrough.CHAT, parse_chat)
+        return await self._either(request, passthrough.CHAT, parse_chat)
 
-    async def complete(self, request: Request) -> Answer:
+    async def complete(self, request: Request) -> Answer | PassAnswer:
         """`POST /v1/completions`."""
-        return await self._any(request, passthrough.COMPLETION, parse_completion)
+        return await self._either(request, passthrough.COMPLETION, parse_completion)
 
-    async def messages(self, request: Request) -> Answer:
+    async def messages(self, request: Request) -> Answer | PassAnswer:
         """`POST /v1/messages`."""
-        return await self._any(request, passthrough.MESSAGES, anthropic.parse_messages)
+        return await self._either(request, passthrough.MESSAGES, anthropic.parse_messages)
 
-    async def responses(self, request: Request) -> Answer:
-        """`POST /v1/responses`: by engines that have it."""
-        return await self._any(request, passthrough.RESPONSES, None)
+    async def responses(self, request: Request) -> PassAnswer:
+        """`POST /v1/responses`: for engines that have it themselves."""
+        body = await self._body(request)
+        if not self._passes:
+            message = "/v1/responses is passed on to engines that have it: this needs workers that are all vLLM, or all SGLang, and gateway.passthrough auto"
+            raise ApiError(501, message, type=SERVER_ERROR, code="not_implemented")
+        return self._pass(request, passthrough.read(passthrough.RESPONSES, body))
 
     async def count_tokens(self, request: Request) -> Response:
         """`POST /v1/messages/count_tokens`."""
@@ -132,6 +143,49 @@ class Gateway:
             raise ApiError(400, "the connection closed before the body's end") from error
         return b"".join(parts)
 
+    @property
+    def _passes(self) -> bool:
+        return self._passing and self._service.fleet.api is not None
+
+    async def _either(
+        self, request: Request, route: passthrough.Route, parse: Callable[[bytes], Ask]
+    ) -> Answer | PassAnswer:
+        """Answer a request here, or pass its body on."""
+        body = await self._body(request)
+        if not self._passes:
+            return await self._answer(request, parse(body))
+        asked = passthrough.read(route, body)
+        if asked.alone:  # it takes several prompts' KV caches: here it is several requests, if all of it is known here
+            try:
+                ask = parse(body)
+            except ApiError:
+                if self._service.fleet.api != "vllm":
+                    raise ApiError(
+                        400, f"these engines cannot do it: {asked.alone}", code="unsupported_parameter"
+                    ) from None
+            else:
+                return await self._answer(request, ask)
+        return self._pass(request, asked)
+
+    def _pass(self, request: Request, asked: passthrough.Asked) -> PassAnswer:
+        self._check_model(request, asked.model)
+        self._check_service()
+        tenant: Tenant = request.state.tenant
+        name = f"{request.state.request_id}-{secrets.token_hex(4)}-0"
+        sender = Sender(name, tenant.name, tenant.priority, self._headers(request))
+        job = PassJob(asked, sender, self._service, asked.most or self._limits.default_max_tokens)
+        request.scope["state"]["grant"] = self._tenants.take(tenant, job.prompt_tokens + job.max_tokens)
+        self._house.enter(job)
+        self._service.names.add(request.state.request_id, [name])
+        return PassAnswer(job, asked, self._house, self._limits.request_timeout_s + SLOW_READER_S)
+
+    def _headers(self, request: Request) -> dict[str, str]:
+        """Return the headers that go with a request to the workers."""
+        headers = {"X-Request-Id": request.state.request_id}
+        if _TRACEPARENT.fullmatch(trace := request.headers.get("traceparent", "")):
+            headers["traceparent"] = trace
+        return headers
+
     async def _answer(self, request: Request, ask: Ask) -> Answer:
         self._check_model(request, ask.model)
         count = 1 if ask.chat else len(ask.prompts)
@@ -158,7 +212,8 @@ class Gateway:
         tenant: Tenant = request.state.tenant
         most = sum(len(choice.token_ids) + choice.sampling.max_tokens for choice in choices)
         request.scope["state"]["grant"] = self._tenants.take(tenant, most)
-        job = Job(choices, self._service, tenant=tenant.name, priority=tenant.priority, headers=_headers(request))
+        headers = self._headers(request)
+        job = Job(choices, self._service, tenant=tenant.name, priority=tenant.priority, headers=headers)
         writer = writer_for(
             ask,
             tokenizer=self._tokenizer,
@@ -176,48 +231,6 @@ class Gateway:
             stream=ask.stream,
             limit_s=self._limits.request_timeout_s + SLOW_READER_S,
         )
-
-    async def _any(self, request: Request, route: passthrough.Route, parse: Parse | None) -> Answer:
-        """Answer by the engines' own API where all workers are of one such engine; else, and where it takes several prompts' KV caches, by the gateway's."""
-        body, engine = await self._body(request), engine_of(self._service.fleet)
-        if engine is None:
-            if parse is None:
-                message = f"{route.path} is for workers that are all vLLM, or all SGLang: no answer is kept here; use {passthrough.CHAT.path}"
-                raise ApiError(501, message, code="not_implemented")
-            return await self._answer(request, parse(body))
-        asked = passthrough.read(route, body)
-        ask = _parsed(parse, body)
-        if asked.alone:
-            if ask is not None:
-                return await self._answer(request, ask)
-            if engine != "vllm":
-                raise ApiError(400, f"these engines cannot do it: {asked.alone}", code="unsupported_parameter")
-        return await self._pass(request, asked, ask)
-
-    async def _pass(self, request: Request, asked: passthrough.Asked, ask: Ask | None) -> Answer:
-        self._check_model(request, asked.model)
-        self._check_service()
-        ids, request_id = await self._tokens(asked, ask), str(request.state.request_id)
-        most = asked.most or self._limits.default_max_tokens
-        tenant: Tenant = request.state.tenant
-        request.scope["state"]["grant"] = self._tenants.take(tenant, len(ids) + most)
-        salt = secrets.token_hex(4)
-        choice = Choice(0, 0, f"{request_id}-{salt}-0", ids, SamplingParams(max_tokens=most), ())
-        job = PassJob(
-            asked, choice, self._service, tenant=tenant.name, priority=tenant.priority, headers=_headers(request)
-        )
-        self._house.enter(job)
-        self._service.names.add(request_id, [choice.request_id])
-        limit_s = self._limits.request_timeout_s + SLOW_READER_S
-        return Answer(job, Verbatim(asked.route.path, request_id), self._house, stream=asked.stream, limit_s=limit_s)
-
-    async def _tokens(self, asked: passthrough.Asked, ask: Ask | None) -> list[int]:
-        """Return the prompt's tokens, for the router; where the gateway cannot know them, as many as may be."""
-        if ask is not None:
-            long = sum(len(piece) + PIECE for piece in _pieces(ask)) > LONG_TEXT
-            with suppress(ApiError):
-                return (await asyncio.to_thread(self._encode, ask) if long else self._encode(ask))[0]
-        return [0] * max(asked.size // CHARACTERS_PER_TOKEN, 1)
 
     def _check_service(self) -> None:
         """Raise ApiError (503) where no request can be served, or none could be billed."""
@@ -269,22 +282,6 @@ class Gateway:
 
 def _pieces(ask: Ask) -> Iterable[str | list[int]]:
     return (message["content"] for message in ask.messages) if ask.chat else ask.prompts
-
-
-def _parsed(parse: Parse | None, body: bytes) -> Ask | None:
-    """Return what the gateway itself understands of a body, if it does all of it."""
-    if parse is not None:
-        with suppress(ApiError):
-            return parse(body)
-    return None
-
-
-def _headers(request: Request) -> dict[str, str]:
-    """Return what goes on to the workers of a request's headers."""
-    headers = {"X-Request-Id": str(request.state.request_id)}
-    if _TRACEPARENT.fullmatch(trace := request.headers.get("traceparent", "")):
-        headers["traceparent"] = trace
-    return headers
 
 
 def _json(value: object, status: int = 200) -> Response:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from typing import Any, Final
 
@@ -50,16 +51,16 @@ class Fleet:
         *,
         pairs: Pairs | None = None,
         policy: HealthPolicy | None = None,
-        clock: Callable[[], float] | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`clock`: seconds, that the router counts in; None: those of the event loop. Raises ConfigError for two workers of one name."""
+        """`clock`: seconds, that the router counts in. Raises ConfigError for two workers of one name."""
         self.workers: dict[str, Worker] = {}
         self.pairs = pairs or Pairs()
         self.router = router
         self._dial = dial
         self._metrics = metrics
         self._policy = policy or HealthPolicy()
-        self._clock = clock or (lambda: asyncio.get_running_loop().time())
+        self._clock = clock
         self._watches: dict[str, asyncio.Task[None]] = {}
         self._heard: dict[str, tuple[int, str, int]] = {}
         """Of each worker's cache: the latest event, the instance that told it, and its process."""
@@ -108,6 +109,13 @@ class Fleet:
         self._wake()
         get_logger(**{WORKER: name, ROLE: worker.client.role}).info("worker has left", **{ERROR: reason})
 
+    def drain(self, name: str, *, draining: bool) -> None:
+        """Send a worker no new requests from now on, or send it requests again; those under way go on."""
+        if (worker := self.workers.get(name)) is not None:
+            worker.retired = draining
+            self.router.health(name, worker.usable, self.now())
+            self._wake()
+
     async def start(self) -> None:
         """Ask every worker once, then watch them until `close`."""
         await asyncio.gather(*(worker.poll() for worker in self.workers.values()))
@@ -153,6 +161,12 @@ class Fleet:
     def whole(self) -> bool:
         """Whether all workers are usable."""
         return bool(self.workers) and all(worker.usable for worker in self.workers.values())
+
+    @property
+    def api(self) -> EngineName | None:
+        """The one kind of engine with an API of its own that all workers are; None: they are not."""
+        engines = {worker.client.address.engine for worker in self.workers.values()}
+        return next(iter(engines)) if len(engines) == 1 and engines <= set(_DIALECTS) else None
 
     @property
     def verdict(self) -> wire.VerdictInfo:

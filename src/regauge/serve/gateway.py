@@ -23,7 +23,7 @@ import asyncio
 import signal
 import ssl
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -38,7 +38,7 @@ from starlette.responses import Response
 
 from regauge import observe
 from regauge.config import ServeConfig
-from regauge.errors import ConfigError
+from regauge.errors import ConfigError, StoreError
 from regauge.layout import files
 from regauge.move.tls import from_config
 from regauge.observe import Metrics, get_logger, setup_logging
@@ -46,19 +46,24 @@ from regauge.route.router import Router
 from regauge.serve import reload, wire
 from regauge.serve.access import Access
 from regauge.serve.answer import Envelope, House, error_response
+from regauge.serve.collector import Collector
+from regauge.serve.discovery import Source
 from regauge.serve.endpoints import Gateway
 from regauge.serve.fleet import Fleet, dialer
-from regauge.serve.metering import Meter
+from regauge.serve.metering import Meter, from_spec
 from regauge.serve.names import Names
 from regauge.serve.openai import SERVER_ERROR, ApiError
 from regauge.serve.operations import Operations
 from regauge.serve.pairing import Pairs
 from regauge.serve.place import ALONE, Place, is_open, share
+from regauge.serve.pools import follow, sources
+from regauge.serve.registration import Desk, Shelf
 from regauge.serve.relay import Service
 from regauge.serve.reload import Part, Reloader
 from regauge.serve.server import GRACE_S, Server, load_chain, tls_context
 from regauge.serve.tenants import Tenants
 from regauge.serve.text import Tokenizer
+from regauge.serve.usage import UsageApi
 
 
 def build_app(
@@ -70,8 +75,12 @@ def build_app(
     model: str,
     tenants: Tenants | None = None,
     meter: Meter | None = None,
+    pools: Sequence[Source] = (),
 ) -> Starlette:
-    """Return the gateway as an ASGI app; `app.state.house` is its `House`. Without `tenants` anybody may ask, without `meter` nothing is billed."""
+    """Return the gateway as an ASGI app; `app.state.house` is its `House`. Without `tenants` anybody may ask, without `meter` nothing is billed.
+
+    `pools` tell of workers beside those that the fleet has.
+    """
     tenants = Tenants() if tenants is None else tenants
     house = House(config.limits.max_queue, metrics)
     service = Service(
@@ -79,15 +88,22 @@ def build_app(
         limit_s=config.limits.request_timeout_s, wait_s=config.limits.prefill_wait_s,
     )  # fmt: skip
     gateway = Gateway(config, service, house, tenants)
-    routes = gateway.routes() + Operations(service, house, metrics, keys=not tenants.open).routes()
+    operations = Operations(service, house, metrics, keys=not tenants.open)
+    routes = [*gateway.routes(), *UsageApi(config.meter.store).routes(), *operations.routes()]
+    routes += [route for source in pools if isinstance(source, Desk) for route in source.routes()]
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         """Watch the workers while the app runs; end what is left when it stops."""
         await fleet.start()
+        beside = [asyncio.create_task(follow(fleet, pools, [*fleet.workers]))]
+        if meter is not None and meter.looks:
+            beside.append(asyncio.create_task(Collector(fleet, meter).run()))
         try:
             yield
         finally:
+            for task in beside:
+                task.cancel()
             await house.drain(0)
             await fleet.close()
             if meter is not None:
@@ -153,7 +169,11 @@ def run_gateway(spec: wire.GatewaySpec, place: Place = ALONE) -> None:
     tls = from_config(config.transfer.tls) if spec.key else None
     layouts = {name: files.decode(data, format="json") for name, data in spec.layouts.items()}
 
+    pools = sources(config)
+
     async def run() -> None:
+        if config.discovery.register:
+            pools.append(_desk(spec, place))
         fleet = Fleet(
             spec.workers,
             dialer(spec.token, spec.model_name, bytes.fromhex(spec.key), tls.client if tls else None),
@@ -162,11 +182,21 @@ def run_gateway(spec: wire.GatewaySpec, place: Place = ALONE) -> None:
             pairs=Pairs(layouts, spec.verdict),
         )
         app = build_app(
-            config, Tokenizer.load(Path(spec.model_folder)), fleet, metrics, model=spec.model_name, tenants=tenants
-        )
+            config, Tokenizer.load(Path(spec.model_folder)), fleet, metrics, model=spec.model_name, tenants=tenants,
+            meter=from_spec(spec, metrics, looks=place.number == 0), pools=pools,
+        )  # fmt: skip
         await serve(app, config, place)
 
     uvloop.run(run())
+
+
+def _desk(spec: wire.GatewaySpec, place: Place) -> Desk:
+    rules, folder = spec.config.discovery, place.folder
+    if folder is None or not spec.key:
+        raise ConfigError("discovery.register: workers sign with the transfer plane's key: give transfer.key_file")
+    shelf = Shelf(folder / "workers", rules.max_workers)
+    taken = frozenset(address.name for address in spec.workers)
+    return Desk(shelf, bytes.fromhex(spec.key), rules.lease_s, rules.max_workers, taken)
 
 
 def main(arguments: list[str]) -> int:
@@ -181,7 +211,7 @@ def main(arguments: list[str]) -> int:
     place = Place(path.parent, *map(int, arguments[1:]))
     try:
         run_gateway(wire.read_spec(path), place)
-    except ConfigError as error:
+    except (ConfigError, StoreError) as error:
         sys.stderr.write(f"regauge gateway: {error}\n")
         return 2
     except KeyboardInterrupt:

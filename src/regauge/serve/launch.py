@@ -26,7 +26,8 @@ from regauge.layout import files
 from regauge.layout.spec import Layout
 from regauge.observe import SHARED
 from regauge.plan import Verdict
-from regauge.serve import wire
+from regauge.serve import addresses, signing, wire
+from regauge.serve.discovery import secret
 from regauge.serve.pairing import UNKNOWN
 
 GATEWAY, PREFILL, DECODE = "gateway", "prefill-0", "decode-0"
@@ -80,33 +81,17 @@ class Command:
 
 
 def commands(deployment: Deployment, folder: Path, *, log_json: bool = False) -> list[Command]:
-    """Write the specs into `folder`, and return what is to be started, the gateway last. Raises ConfigError for addresses that cannot be had."""
-    d, token = deployment, secrets.token_hex(32)
-    key_file = folder / "key"
-    wire.write_private(key_file, d.key.encode())
-    started: list[Command] = []
-    addresses = []
-    peers: dict[str, tuple[str, int]] = {}
-    roles: tuple[tuple[str, Role, Layout | None], ...] = ((DECODE, "decode", d.decode), (PREFILL, "prefill", d.prefill))
+    """Write the specs into `folder`, and return what is to be started: decode workers, prefill workers, the gateway.
+
+    Raises ConfigError for addresses that cannot be had, and for signing keys that cannot be read.
+    """
+    d, roles = deployment, _roles(deployment)
     needed = [_ports(d.config.engine(role)) for _, role, _ in roles]
     port = consecutive_ports(sum(needed), wire.WORKER_HOST, d.control)
+    plan = _Plan(d, folder, secrets.token_hex(32), _signing(d, folder, [name for name, *_ in roles]), log_json)
+    wire.write_private(plan.key_file, d.key.encode())
     for (name, role, layout), count in zip(roles, needed, strict=True):
-        engine = d.config.engine(role)
-        if engine.served is not None and engine.served.server is not None:
-            address = _elsewhere(role, engine, engine.served.server, secure=d.config.transfer.tls is not None)
-        elif engine.served is not None:
-            given = _Given(name, role, engine, engine.served, port)
-            arguments, secret = _ARGUMENTS[engine.name](d, given, token, folder, key_file)
-            address = given.address(d)
-            started.append(given.command(arguments, secret))
-        else:
-            if layout is None:
-                raise ConfigError(f"{role}: a local engine has a layout")
-            address, spec = _local(d, name, role, layout, token, (port, port + 1), peers, log_json=log_json)
-            started.append(_module("regauge.serve.worker_process", name, _write(folder, name, spec)))
-        if role == "decode":
-            peers = address.receivers
-        addresses.append(address)
+        plan.add(name, role, layout, port)
         port += count
     verdict = (
         wire.VerdictInfo(UNKNOWN)
@@ -114,16 +99,86 @@ def commands(deployment: Deployment, folder: Path, *, log_json: bool = False) ->
         else wire.VerdictInfo(d.verdict.path, "; ".join(d.verdict.reasons))
     )
     gateway = wire.GatewaySpec(
-        config=d.config, model_folder=str(d.folder), model_name=d.model, token=token, workers=addresses, verdict=verdict,
+        config=d.config, model_folder=str(d.folder), model_name=d.model, token=plan.token, workers=plan.addresses, verdict=verdict,
         layouts={name: files.encode(layout, format="json") for name, _, layout in roles if layout is not None},
-        key=d.key if any(each.engine != "local" for each in addresses) else "", log_json=log_json,
+        key=d.key if any(each.engine != "local" for each in plan.addresses) else "", log_json=log_json,
+        name=GATEWAY, signing_key=str(plan.signing[GATEWAY]), trust=str(plan.signing[GATEWAY].parent / signing.TRUST),
     )  # fmt: skip
     path, count = _write(folder, GATEWAY, gateway), d.config.gateway.processes
+    started = plan.started
     for number in range(count):
         name = GATEWAY if count == 1 else f"{GATEWAY}-{number}"
         shared = None if count == 1 else {**os.environ, SHARED: str(folder / "metrics")}
         started.append(replace(_module("regauge.serve.gateway", name, path), gateway=number, environment=shared))
     return started
+
+
+def _roles(d: Deployment) -> list[tuple[str, Role, Layout | None]]:
+    """Return every worker's name, role and layout, decode first: prefill workers are told where those are."""
+    layouts: tuple[tuple[Role, Layout | None], ...] = (("decode", d.decode), ("prefill", d.prefill))
+    return [(f"{role}-{i}", role, layout) for role, layout in layouts for i in range(d.config.engine(role).workers)]
+
+
+def _signing(d: Deployment, folder: Path, workers: Sequence[str]) -> dict[str, Path]:
+    """Make the keys that lack, and the folders of keys and journals. Raises ConfigError."""
+    try:
+        for name, given in (("keys", d.config.meter.keys), ("state", d.config.meter.state)):
+            (Path(given) if given else folder / name).mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"meter.{name}: {error}") from error
+    return signing.prepare(Path(d.config.meter.keys or folder / "keys"), [GATEWAY], workers)
+
+
+@dataclass
+class _Plan:
+    """What is started so far, and where it is reached."""
+
+    deployment: Deployment
+    folder: Path
+    token: str
+    signing: Mapping[str, Path]
+    log_json: bool
+    started: list[Command] = field(default_factory=list)
+    addresses: list[wire.WorkerAddress] = field(default_factory=list)
+    peers: dict[str, tuple[str, int]] = field(default_factory=dict)
+    """Control addresses of the decode workers' ranks."""
+
+    @property
+    def key_file(self) -> Path:
+        """Of the transfer plane."""
+        return self.folder / "key"
+
+    def add(self, name: str, role: Role, layout: Layout | None, port: int) -> None:
+        """Plan a worker, with its ports from `port` on. Raises ConfigError."""
+        d = self.deployment
+        engine = d.config.engine(role)
+        if engine.served is not None and engine.served.server is not None:
+            address = _elsewhere(role, engine, engine.served.server, secure=d.config.transfer.tls is not None)
+        elif engine.served is not None:
+            given = _Given(name, role, engine, engine.served, port)
+            arguments, secret = _ARGUMENTS[engine.name](d, given, self.token, self.folder, self.key_file)
+            address = given.address(d)
+            self.started.append(given.command(arguments, secret, d.config.threads(role)))
+        else:
+            if layout is None:
+                raise ConfigError(f"{role}: a local engine has a layout")
+            spec = self._local(name, role, layout, port)
+            rank = wire.RankAddress(name, (d.control, spec.control_port))
+            address = wire.WorkerAddress(name, role, f"http://{wire.WORKER_HOST}:{port}", [rank])
+            self.started.append(_module("regauge.serve.worker_process", name, _write(self.folder, name, spec)))
+        if role == "decode":
+            self.peers |= address.receivers
+        self.addresses.append(address)
+
+    def _local(self, name: str, role: Role, layout: Layout, port: int) -> wire.WorkerSpec:
+        """Return the spec of a worker of our own. It has a control port whatever its role is, since that may change."""
+        d = self.deployment
+        return wire.WorkerSpec(
+            config=d.config, name=name, role=role, model_folder=str(d.folder), model_name=d.model,
+            layout=files.encode(layout, format="json"), token=self.token, key=d.key, port=port, control_port=port + 1,
+            peers=dict(self.peers) if role == "prefill" else {}, log_json=self.log_json,
+            signing_key=str(self.signing[name]), state=d.config.meter.state or str(self.folder / "state"),
+        )  # fmt: skip
 
 
 def _module(module: str, name: str, spec: Path) -> Command:
@@ -134,18 +189,6 @@ def _write(folder: Path, name: str, value: msgspec.Struct) -> Path:
     path = folder / f"{name}.json"
     wire.write_private(path, msgspec.json.encode(value))
     return path
-
-
-def _local(
-    d: Deployment, name: str, role: Role, layout: Layout, token: str, ports: tuple[int, int], peers: dict[str, tuple[str, int]], *, log_json: bool
-) -> tuple[wire.WorkerAddress, wire.WorkerSpec]:  # fmt: skip
-    port, control = ports
-    spec = wire.WorkerSpec(
-        config=d.config, name=name, role=role, model_folder=str(d.folder), model_name=d.model,
-        layout=files.encode(layout, format="json"), token=token, key=d.key, port=port,
-        control_port=control if role == "decode" else 0, peers=peers, log_json=log_json)  # fmt: skip
-    rank = wire.RankAddress(name, (d.control, control) if role == "decode" else None)
-    return wire.WorkerAddress(name, role, f"http://{wire.WORKER_HOST}:{port}", [rank]), spec
 
 
 @dataclass(frozen=True)
@@ -186,18 +229,17 @@ class _Given:
             wire.RankAddress(
                 f"{self.name}.{i}",
                 (d.control, self.control + i) if self.role == "decode" else None,
-                _url(d.control, self.status + i, secure=d.config.transfer.tls is not None),
+                addresses.url_of((d.control, self.status + i), secure=d.config.transfer.tls is not None),
             )
             for i in range(self.served.ranks)
         ]
         url = f"http://{wire.WORKER_HOST}:{self.port}"
         return wire.WorkerAddress(self.name, self.role, url, ranks, self.engine.name)
 
-    def command(self, arguments: Sequence[str], own: Mapping[str, str]) -> Command:
+    def command(self, arguments: Sequence[str], own: Mapping[str, str], threads: int) -> Command:
         """Return how it is started. `own`: variables that the user's environment does not change."""
         python = self.served.python or sys.executable
         start = (sys.executable, "-m", "regauge.serve.tied", python, "-m", _SERVERS[self.engine.name])
-        threads = self.engine.threads or max((os.cpu_count() or 2) // 2, 1)
         environment = {**_DEFAULTS[self.engine.name], "OMP_NUM_THREADS": str(threads), **os.environ, **own}
         return Command(self.name, (*start, *arguments, *self.served.args), environment)
 
@@ -268,34 +310,14 @@ def _elsewhere(role: Role, engine: EngineConfig, server: ServerConfig, *, secure
         raise ConfigError(
             f"{where}.control: give the address at which its rank 0 takes control connections, as 10.0.0.2:9100"
         )
-    control = _host_port(f"{where}.control", server.control) if role == "decode" else None
-    status = _host_port(f"{where}.status", server.status) if server.status else None
-    ranks = [
-        wire.RankAddress(
-            f"{server.name}.{i}", (control[0], control[1] + i) if control else None,
-            _url(status[0], status[1] + i, secure=secure) if status else "",
-        )
-        for i in range(count)
-    ]  # fmt: skip
-    token = ""
-    if server.token_file:
-        try:
-            token = Path(server.token_file).read_text(encoding="ascii").strip()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{where}.token_file {server.token_file!r}: {error}") from error
-    return wire.WorkerAddress(server.name, role, server.url, ranks, engine.name, token)
-
-
-def _host_port(setting: str, text: str) -> tuple[str, int]:
-    host, _, port = text.rpartition(":")
-    if not host or not (port.isascii() and port.isdigit() and 1 <= int(port) <= 65_535):
-        raise ConfigError(f"{setting} {text!r}: give HOST:PORT")
-    return host.strip("[]"), int(port)
-
-
-def _url(host: str, port: int, *, secure: bool = False) -> str:
-    scheme = "https" if secure else "http"
-    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+    address = addresses.assemble(
+        server.name, role, server.url, engine.name,
+        control=addresses.host_port(f"{where}.control", server.control) if role == "decode" else None,
+        status=addresses.host_port(f"{where}.status", server.status) if server.status else None,
+        count=count, secure=secure,
+    )  # fmt: skip
+    token = secret(f"{where}.token_file", server.token_file) if server.token_file else ""
+    return msgspec.structs.replace(address, token=token)
 
 
 def free_ports(*hosts: str) -> list[int]:

@@ -9,43 +9,54 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Iterable, Iterator
-from typing import Final, Literal
+from collections import OrderedDict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Final
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from regauge import keys
+from regauge.config import MeterConfig
 from regauge.errors import ReceiptError, StoreError
-from regauge.meter.receipt import Outcome, Receipt, Signed, Trust, Verified, decode, sign
+from regauge.meter.receipt import Receipt, Side, Trust, Verified, decode, load_trust, sign
+from regauge.meter.store import Store
 from regauge.meter.writer import Writer
 from regauge.observe import ERROR, REQUEST_ID, Metrics, get_logger
-from regauge.serve.attempt import Attempt
+from regauge.serve import wire
 
 CLOSE_S: Final = 10.0
-_STOP: Final = None
+LOOK_S: Final = 10.0
+"""Seconds between two looks at what is missing."""
+AGE_US: Final = 7 * 86_400_000_000
+"""Of requests that are looked at."""
+KNOWN: Final = 200_000
+"""Receipts that are remembered, so that one that came with its answer is not verified again."""
+OVERLAP_US: Final = 300_000_000
+"""A worker's receipts up to so long before the newest in the store are there: they are written in batches, nearly in their order."""
 
 
 class Meter:
-    """Takes receipts from the event loop; belongs to one gateway process."""
+    """Takes receipts from the event loop; belongs to one gateway process. `looks`: it is the one that finds what is missing."""
 
     def __init__(
-        self,
-        writer: Writer,
-        key: Ed25519PrivateKey,
-        trust: Trust,
-        metrics: Metrics,
-        *,
-        name: str,
-        model: str,
-        limit: int = 10_000,
-    ) -> None:
+        self, config: MeterConfig, key: Ed25519PrivateKey, trust: Trust, metrics: Metrics, *, name: str, model: str, looks: bool = True
+    ) -> None:  # fmt: skip
+        """Raises StoreError, ConfigError for a store that cannot be opened."""
         self.name = name
-        self._writer = writer
+        self.model = model
+        self.config = config
+        self.looks = looks
+        self._writer = Writer(config.store, queue_limit=config.queue)
         self._key = key
         self._trust = trust
         self._metrics = metrics
-        self._model = model
         self._queue: queue.Queue[Receipt | bytes | None] = queue.Queue()
-        self._limit = limit
+        self._known: OrderedDict[tuple[str, Side], None] = OrderedDict()
+        self._since: dict[str, int] | None = None
+        """Of each worker: the time up to which its receipts are in the store."""
+        self._looked = 0.0
+        self._flagged: set[str] = set()
         self._thread = threading.Thread(target=self._run, name="regauge-receipts", daemon=True)
         self._thread.start()
 
@@ -53,85 +64,113 @@ class Meter:
     def trouble(self) -> str:
         """Why no request can be taken now that must be billed; empty: it can."""
         waiting = self._queue.qsize() + self._writer.waiting
-        if waiting < self._limit:
+        if waiting < self.config.queue:
             return ""
         return f"{waiting} receipts wait to be written: {self._writer.error or 'the store is slow'}"
 
-    def ended(self, attempt: Attempt, outcome: Outcome) -> None:
-        """Take what an attempt came to, and the receipts that its workers gave with their answers."""
-        try:
-            self._queue.put(self._word(attempt, outcome))
-        except ReceiptError as error:
-            self._refused(error, attempt.task.request_id)
-        said = (
-            attempt.prefilled.receipt if attempt.prefilled else "",
-            attempt.finish.receipt if attempt.finish else "",
-        )
-        self.heard(line.encode() for line in said if line)
+    def say(self, receipt: Receipt) -> None:
+        """Take the gateway's own word."""
+        self._queue.put(receipt)
 
-    def _word(self, attempt: Attempt, outcome: Outcome) -> Receipt:
-        task, tag = attempt.task, attempt.task.meter
-        if tag is None:
-            raise ReceiptError(f"request {task.request_id}: is not metered")
-        prompt = len(task.token_ids) + len(task.generated)
-        cached, computed = _prompt(attempt, prompt)
-        silent = [side for side, mute in _mute(attempt) if mute and outcome in ("complete", "resumed", "cancelled")]
-        return Receipt(
-            request=task.request_id, side="gateway", by=self.name, tenant=tag.tenant, model=self._model, route=tag.route,
-            prefill=tag.prefill, decode=tag.decode, began_us=int(attempt.began * 1e6),
-            ended_us=max(int((attempt.ended or time.time()) * 1e6), int(attempt.began * 1e6)), outcome=outcome,
-            resumes=tag.resumes, silent=tuple(silent), prompt=prompt, cached=cached, computed=computed,
-            generated=attempt.delivered,
-        )  # fmt: skip
-
-    def heard(self, lines: Iterable[bytes]) -> None:
+    def heard(self, lines: Iterable[str]) -> None:
         """Take receipts of workers, as they came."""
         for line in lines:
-            self._queue.put(line)
+            if line:
+                self._queue.put(line.encode())
+
+    def refused(self, error: ReceiptError | StoreError, request: str = "") -> None:
+        """Note a receipt that is no worker's, or one too many: its request is listed as missing one, by `regauge usage --troubled`."""
+        self._metrics.receipts_refused.inc()
+        get_logger(**({REQUEST_ID: request} if request else {})).error("a receipt was not taken", **{ERROR: str(error)})
 
     def close(self) -> None:
         """Write what was taken, and end. Raises StoreError for what could not be written in time."""
-        self._queue.put(_STOP)
+        self._queue.put(None)
         self._thread.join(CLOSE_S)
         self._writer.close(CLOSE_S)
 
     def _run(self) -> None:
-        while (item := self._queue.get()) is not _STOP:
+        while True:
             try:
-                self._writer.put(self._verified(item))
-            except (ReceiptError, StoreError) as error:
-                self._refused(error, item.request if isinstance(item, Receipt) else "")
-            else:
+                item = self._queue.get(timeout=LOOK_S)
+            except queue.Empty:
+                self._look()
+                continue
+            if item is None:
+                return
+            self._take(item)
+            if time.monotonic() > self._looked + LOOK_S:
+                self._look()
+
+    def _take(self, item: Receipt | bytes) -> None:
+        try:
+            verified = self._verified(item)
+            if verified is not None:
+                self._writer.put(verified)
                 self._metrics.receipts.inc()
+        except (ReceiptError, StoreError) as error:
+            self.refused(error, item.request if isinstance(item, Receipt) else "")
 
-    def _refused(self, error: ReceiptError | StoreError, request: str) -> None:
-        """A receipt that is no worker's, or one too many: its request is listed as missing one, by `regauge usage --troubled`."""
-        self._metrics.receipts_refused.inc()
-        get_logger(**({REQUEST_ID: request} if request else {})).error("a receipt was not taken", **{ERROR: str(error)})
-
-    def _verified(self, item: Receipt | bytes) -> Verified:
+    def _verified(self, item: Receipt | bytes) -> Verified | None:
+        """Return a receipt that is to be written; None: it is there already."""
         if isinstance(item, Receipt):
             return sign(item, self._key)
-        signed: Signed = decode(item, "receipt of a worker")
-        if signed.receipt.side == "gateway":
-            raise ReceiptError(f"request {signed.receipt.request}: a worker gave a receipt in a gateway's name")
-        return self._trust.check(signed)
+        signed = decode(item, "receipt of a worker")
+        receipt = signed.receipt
+        if receipt.side == "gateway":
+            raise ReceiptError(f"request {receipt.request}: a worker gave a receipt in a gateway's name")
+        key = (receipt.request, receipt.side)
+        if key in self._known or receipt.ended_us < self._stored(receipt.by):
+            return None
+        verified = self._trust.check(signed)
+        self._known[key] = None
+        if len(self._known) > KNOWN:
+            self._known.popitem(last=False)
+        return verified
+
+    def _stored(self, worker: str) -> int:
+        """Return up to when a worker's receipts are known to be in the store: as it was when this process began."""
+        if self._since is None:
+            store = Store(self.config.store, create=False)
+            try:
+                self._since = {name: ended - OVERLAP_US for name, ended in store.newest().items()}
+            finally:
+                store.close()
+        return self._since.get(worker, 0)
+
+    def _look(self) -> None:
+        """Make again what a gateway that was killed has lost, and tell of what does not agree."""
+        self._looked = time.monotonic()
+        if not self.looks:
+            return
+        now_us = time.time_ns() // 1_000
+        since_us, before_us = now_us - AGE_US, now_us - int(self.config.recover_s * 1e6)
+        try:
+            store = Store(self.config.store, create=False)
+            try:
+                for lacks in store.missing(since_us, ended_before_us=before_us):
+                    if lacks.side == "gateway" and (receipt := store.recover(lacks.request, self.name)) is not None:
+                        get_logger(**{REQUEST_ID: lacks.request}).warning("a lost receipt is made again")
+                        self._writer.put(sign(receipt, self._key))
+                troubled = [each for each in store.troubled(since_us, now_us) if each.ended_us < before_us]
+            finally:
+                store.close()
+        except StoreError as error:
+            get_logger().error("the receipts cannot be looked at", **{ERROR: str(error)})
+            return
+        for status in ("differs", "missing"):
+            self._metrics.receipts_troubled.labels(status).set(sum(each.status == status for each in troubled))
+        for entry in troubled:
+            if entry.request not in self._flagged:
+                words = [d.text() for d in entry.differences] + [f"{side} is missing" for side in entry.missing]
+                get_logger(**{REQUEST_ID: entry.request}).error("receipts do not agree", **{ERROR: "; ".join(words)})
+        self._flagged = {each.request for each in troubled}
 
 
-def _mute(attempt: Attempt) -> Iterator[tuple[Literal["prefill", "decode"], bool]]:
-    """Yield which workers cannot speak: those that make no receipts, and prefill that was lost once it had delivered."""
-    if attempt.prefill is not None:
-        yield "prefill", attempt.prefilled is None or not attempt.prefill.client.signs
-    yield "decode", not attempt.decode.client.signs
-
-
-def _prompt(attempt: Attempt, prompt: int) -> tuple[int, int]:
-    """Return how many of the prompt's tokens were cached, and computed, as far as the workers have told: prefill, or decode of it."""
-    if attempt.prefilled is not None:
-        return attempt.prefilled.cached_tokens, attempt.prefilled.computed_tokens
-    cached = attempt.arrival.cached_tokens if attempt.arrival is not None else None
-    if cached is None and attempt.finish is not None:
-        cached = attempt.finish.cached_tokens
-    if cached is None:
-        return (0, prompt) if attempt.delivered else (0, 0)
-    return cached, prompt - cached
+def from_spec(spec: wire.GatewaySpec, metrics: Metrics, *, looks: bool) -> Meter | None:
+    """Return what meters a gateway; None: its configuration names no store. Raises ConfigError, StoreError."""
+    config = spec.config.meter
+    if not config.store:
+        return None
+    key, trust = keys.load_private(Path(spec.signing_key)), load_trust(Path(spec.trust))
+    return Meter(config, key, trust, metrics, name=spec.name, model=spec.model_name, looks=looks)

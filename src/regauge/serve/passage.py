@@ -24,7 +24,7 @@ from regauge.serve.connection import MAX_PART, WorkerError, WorkerLost
 from regauge.serve.engine_client import EngineClient
 from regauge.serve.inject import RID_END, Leg
 from regauge.serve.passthrough import Asked, Counts, Cutter, Meter
-from regauge.serve.replies import Usage
+from regauge.serve.replies import PromptDetails, Usage
 
 SETTLE_S: Final = 0.5
 """After one leg's end, seconds to wait for the other's: a refusal comes from both, a failed transfer is often the other engine's death."""
@@ -92,14 +92,20 @@ class Passage:
     headers: Mapping[str, str]
     """For the engines; none of the client's but what the gateway has checked."""
     drop: Callable[[EngineClient, str], None]
+    told: Callable[[int], None] = lambda _: None
+    """Is told the tokens of the prompt that prefill had cached, as soon as it has delivered."""
     head: Head | None = None
     """There when the first bytes are."""
     began: float = field(default_factory=time.time)
     first: float | None = None
     ended: float | None = None
     """Seconds since 1970, as `began` and `first`."""
+    prompt_tokens: int | None = None
+    """As prefill has counted them."""
     cached_tokens: int | None = None
     """What prefill had of the prompt."""
+    events: int = 0
+    """Of a stream, passed on."""
     arrival: wire.TransferEvent | None = None
     whole: bool = False
     """Whether both engines have come to their good end by themselves."""
@@ -113,6 +119,14 @@ class Passage:
         """The tokens, as far as the answer has told them: of a stream at its end."""
         return self._meter.usage
 
+    @property
+    def used(self) -> Usage | None:
+        """Likewise; of an answer that was broken off, the prompt as prefill has counted it, and an event of the stream for a token."""
+        if self.usage is not None or self.prompt_tokens is None:
+            return self.usage
+        events = self.events if self.asked.stream else 0
+        return Usage(self.prompt_tokens, events, self.prompt_tokens + events, PromptDetails(self.cached_tokens or 0))
+
     async def chunks(self) -> AsyncGenerator[bytes, None]:
         """Yield the answer's bytes; for a stream as they come. Raises Refused, WorkerError, WorkerLost, RequestTimeout, ProtocolError."""
         prefill = None if self.prefill is None else asyncio.create_task(self._prefill(self.prefill))
@@ -122,6 +136,7 @@ class Passage:
                 if part is None:
                     raise ProtocolError(f"decode worker {self.decode.name} answered with nothing")
                 while part is not None:
+                    self.events += part.count(b"\n\n")
                     yield part
                     part = await anext(parts, None)
             if prefill is not None:
@@ -170,6 +185,8 @@ class Passage:
             raise WorkerError(wire.ErrorEvent("transfer_failed", why, client.name), client.role)
         usage = None if told.usage is None else told.usage.usage(self.asked.route)
         self.cached_tokens = 0 if usage is None else usage.prompt_tokens_details.cached_tokens
+        self.prompt_tokens = None if usage is None else usage.prompt_tokens
+        self.told(self.cached_tokens)
 
     async def _decode(self, prefill: asyncio.Task[None] | None) -> AsyncGenerator[bytes, None]:
         client, telling = self.decode, None

@@ -1,256 +1,303 @@
-"""A client's own body as a job: placed by the router, tried, and tried elsewhere until its answer has begun.
+"""A request whose body goes on as the client sent it: placed by the router, tried elsewhere until its first bytes, answered byte by byte.
 
-What an engine has written nobody can go on with but itself: an answer that has begun ends with its workers. It is metered by the usage that
-the engine tells; where the client leaves before that, by prefill's count of the prompt and by the events that were passed on.
+For fleets of one kind of engine that has an API of its own (`passthrough.py`). The prompt is not tokenised here: the router goes by the bytes of it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable, Mapping
-from contextlib import aclosing, suppress
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Final
 
+from starlette.types import Receive, Scope, Send
+
+from regauge import observe
 from regauge.blocks import hash_blocks
-from regauge.config import EngineName
 from regauge.engines.sglang import room
-from regauge.errors import ProtocolError
+from regauge.errors import ProtocolError, ReceiptError, RegaugeError
 from regauge.meter.receipt import Outcome
-from regauge.observe import ERROR, REQUEST_ID, ROUTE, get_logger
-from regauge.route.cluster import Request
-from regauge.route.request import Action, Life, Resume, Start, Stop, Wait
-from regauge.serve import anthropic, wire
-from regauge.serve.attempt import Attempt, Task, abort
-from regauge.serve.choice import Choice
+from regauge.route.cluster import Request, Route
+from regauge.route.request import Life, Resume, Start, Stop
+from regauge.serve import wire, words
+from regauge.serve.answer import ClientGone, House, begin, error_response, part, rounded
+from regauge.serve.anthropic_replies import failed as anthropic_failed
+from regauge.serve.attempt import abort
 from regauge.serve.connection import RequestTimeout, WorkerError, WorkerLost
 from regauge.serve.engine_client import EngineClient
-from regauge.serve.failures import blame, poisoned, refused
-from regauge.serve.fleet import Fleet
-from regauge.serve.inject import INJECT
-from regauge.serve.openai import ApiError
-from regauge.serve.passage import Head, Passage, Refused
-from regauge.serve.passthrough import Asked
-from regauge.serve.relay import ALONE, Job, Service
-from regauge.serve.replies import Delta, PromptDetails, Usage
+from regauge.serve.failures import api_error, blame, refused, unavailable
+from regauge.serve.lives import settled
+from regauge.serve.passage import Passage, Refused
+from regauge.serve.passthrough import MESSAGES, Asked
+from regauge.serve.relay import ALONE, Service
+from regauge.serve.replies import failed as openai_failed
+from regauge.serve.tenants import Grant
+from regauge.serve.workers import Worker
 
-CHARACTERS_PER_TOKEN: Final = 4
-"""Of a body that the gateway cannot tokenise: for the router's estimate alone."""
-
-
-def engine_of(fleet: Fleet) -> EngineName | None:
-    """Return the engine with an API that all workers are; None: they are several, or have none."""
-    kinds = {worker.client.address.engine for worker in fleet.workers.values()}
-    kind = kinds.pop() if len(kinds) == 1 else None
-    return kind if kind in INJECT else None
+BYTES_PER_TOKEN: Final = 4
+"""Of a prompt in English, and about right for others: for the router, which needs to know how long a prompt will take."""
+_PROMPT: Final = ("tools", "system", "instructions", "messages", "prompt", "input")
+"""Fields that make the prompt, in the order in which templates write them."""
 
 
 @dataclass(frozen=True)
-class Piece(Delta):
-    """Bytes of an engine's answer."""
+class Sender:
+    """Whose request it is, and under which names it goes on."""
 
-    data: bytes = b""
-
-
-class PassedError(ApiError):
-    """What an engine told the client of a request that is at fault, as it said it."""
-
-    def __init__(self, head: Head, body: bytes) -> None:
-        super().__init__(head.status, f"the engine refused the request: HTTP {head.status}")
-        self._head = head
-        self._body = body
-
-    def body(self) -> bytes:
-        """Return the engine's body."""
-        return self._body
-
-    def headers(self) -> dict[str, str]:
-        """Return the engine's headers, as far as they are the client's business."""
-        return dict(self._head.headers)
+    request_id: str
+    tenant: str
+    priority: int
+    headers: Mapping[str, str]
 
 
-class Verbatim:
-    """Writes an answer as the engine did, as `answer.Writer`."""
+class PassJob:
+    """One client request on pairs of engines."""
 
-    def __init__(self, path: str, request_id: str) -> None:
-        self._anthropic = anthropic.speaks(path)
-        self._request_id = request_id
+    size = 1
 
-    def chunks(self, delta: Delta) -> bytes:
-        """Return a piece as it came."""
-        return delta.data if isinstance(delta, Piece) else b""
-
-    def end(self, usage: Usage) -> bytes:
-        """Return nothing: the engine has ended its stream itself."""
-        del usage
-        return b""
-
-    def failed(self, error: ApiError) -> bytes:
-        """Return the server-sent event that ends a stream which failed."""
-        head = b"event: error\n" if self._anthropic else b""
-        return head + b"data: " + self.refusal(error) + b"\n\n"
-
-    def whole(self, deltas: Iterable[Delta], usage: Usage) -> bytes:
-        """Return the body as it came."""
-        del usage
-        return b"".join(map(self.chunks, deltas))
-
-    def refusal(self, error: ApiError) -> bytes:
-        """Return the body of an error: the engine's own, or one in the API's words."""
-        if self._anthropic and not isinstance(error, PassedError):
-            return anthropic.error_body(error, self._request_id)
-        return error.body()
-
-
-class PassJob(Job):
-    """One body on its way. `choice` is for router and meter: of its tokens only the number counts, where the gateway could not know them."""
-
-    def __init__(
-        self, asked: Asked, choice: Choice, service: Service, *, tenant: str, priority: int = 0, headers: Mapping[str, str]
-    ) -> None:  # fmt: skip
-        super().__init__([choice], service, tenant=tenant, priority=priority, headers=headers)
+    def __init__(self, asked: Asked, sender: Sender, service: Service, max_tokens: int) -> None:
+        """`max_tokens`: most tokens of the answer."""
+        self.max_tokens = max_tokens
+        self.passage: Passage | None = None
+        """The latest try."""
+        self.attempts = 0
+        self.route: Route | None = None
         self._asked = asked
+        self._sender = sender
         self._service = service
-        self._used: Usage | None = None
-        self._events = 0
-
-    def usage(self) -> Usage:
-        """Return the tokens so far, as far as they are known."""
-        if self._used is not None:
-            return self._used
-        prompt = len(self.choices[0].token_ids) if self._events else 0
-        return Usage(prompt, self._events, prompt + self._events, PromptDetails(0))
-
-    async def _run(self, choice: Choice) -> None:
-        fleet = self._service.fleet
+        self._deadline = asyncio.get_running_loop().time() + service.limit_s
+        self._arrived = time.monotonic()
+        self._first: float | None = None
+        self.task: asyncio.Task[RegaugeError | None] | None = None
+        """What runs it, and is ended with it."""
+        self.failed: RegaugeError | None = None
+        fleet = service.fleet
+        text = prompt_bytes(asked)
+        self.prompt_tokens = max(len(text) // BYTES_PER_TOKEN, 1)
+        """Estimated."""
+        blocks = hash_blocks(text, fleet.router.config.block_tokens * BYTES_PER_TOKEN)
+        alone = frozenset(worker.client.name for worker in fleet.of("prefill")) if asked.alone else frozenset[str]()
         request = Request(
-            choice.request_id, self.tenant, self._service.model, len(choice.token_ids),
-            hash_blocks(choice.token_ids, fleet.router.config.block_tokens), choice.sampling.max_tokens, self.priority,
-            exclude=frozenset(worker.client.name for worker in fleet.of("prefill")) if self._asked.alone else frozenset(),
+            sender.request_id, sender.tenant, service.model, self.prompt_tokens, blocks, max_tokens, sender.priority, exclude=alone
         )  # fmt: skip
-        life = Life(
-            request, fleet.router, resumable=False, until=self.deadline - self._late(), wait_s=self._service.wait_s
-        )
-        step: Action = life.begin(fleet.now())
-        if isinstance(step, Stop) and step.refusal is not None:
-            raise refused(step.refusal, fleet.fault())
-        while isinstance(step, Start | Resume):
-            passage = self._passage(step)
+        self._life = Life(request, fleet.router, resumable=False, until=self._deadline, wait_s=service.wait_s)
+
+    @property
+    def ttft_s(self) -> float | None:
+        """Seconds to the first bytes of the answer."""
+        return None if self._first is None else self._first - self._arrived
+
+    @property
+    def path(self) -> str | None:
+        """Of its pair's layouts."""
+        route = self.route
+        if route is None:
+            return None
+        return ALONE if route.prefill is None else self._service.fleet.pairs.verdict(route.prefill, route.decode).path
+
+    def told(self) -> dict[str, str]:
+        """Return the headers that say where the request went, once it has been placed."""
+        named = {"x-regauge-path": self.path, "x-regauge-route": self.route.header if self.route else None}
+        return {name: value for name, value in named.items() if value}
+
+    def fail(self, error: RegaugeError) -> None:
+        """End it from outside, for that reason."""
+        if self.failed is None:
+            self.failed = error
+            if self.task is not None:
+                self.task.cancel()
+
+    async def chunks(self) -> AsyncGenerator[bytes, None]:
+        """Yield the answer's bytes; what its head is `passage` knows. Raises what ended it."""
+        life, fleet = self._life, self._service.fleet
+        step: Start | Resume | Stop = life.begin(fleet.now())
+        if isinstance(step, Stop):
+            raise refused(step.refusal, fleet.fault()) if step.refusal is not None else unavailable(step.message)
+        while True:
+            passage = self.passage = self._passage(step.request.id, step.route)
+            outcome: Outcome = "failed"
             try:
-                await self._try(passage, life)
-                self._end(passage, step, "complete")
+                async with aclosing(passage.chunks()) as parts:
+                    async for chunk in parts:
+                        if self._first is None:
+                            self._first = time.monotonic()
+                            if self._asked.stream:
+                                life.first_token(fleet.now())
+                        yield chunk
+                outcome = "complete"
+                self._count(passage)
+                life.finished(fleet.now())
                 return
-            except asyncio.CancelledError:
+            except (asyncio.CancelledError, GeneratorExit):
+                outcome = "cancelled"
                 life.finished(fleet.now(), "cancelled")
-                self._end(passage, step, "cancelled")
                 raise
             except (WorkerLost, WorkerError, RequestTimeout, ProtocolError) as error:
-                self._end(passage, step, "failed")
-                step = await self._after(passage, life, error)
+                step = await self._after(passage, error)
+            finally:
+                self._account(passage, step.route, outcome)
 
-    def _late(self) -> float:
-        """The job's deadline is of the event loop's clock, the router's of its own."""
-        return asyncio.get_running_loop().time() - self._service.fleet.now()
-
-    def _passage(self, step: Start | Resume) -> Passage:
-        fleet, route, spawn = self._service.fleet, step.route, self._service.spawn
-        self.tally.attempts += 1
-        self.tally.route = route
-        self.tally.path = fleet.pairs.verdict(route.prefill, route.decode).path if route.prefill else ALONE
+    def _passage(self, name: str, route: Route) -> Passage:
+        fleet = self._service.fleet
+        self.route = route
+        self.attempts += 1
         if route.prefill is None:
             self._service.metrics.bypassed.inc()
-        clients = [None if name is None else fleet.workers[name].client for name in (route.prefill, route.decode)]
-        prefill, decode = clients
-        if not isinstance(decode, EngineClient) or not isinstance(prefill, EngineClient | None):
-            raise ProtocolError("a worker without an API of its own has come into the pair")
-
-        def drop(client: EngineClient, name: str) -> None:
-            if (worker := fleet.workers.get(client.name)) is not None:
-                spawn(abort(worker, name))
-
+        prefill = None if route.prefill is None else fleet.workers[route.prefill]
         return Passage(
-            self._asked, step.request.id, room.new_transfer(), prefill, decode, self.deadline, self.headers, drop
-        )
-
-    async def _try(self, passage: Passage, life: Life) -> None:
-        fleet = self._service.fleet
-        began = time.monotonic()
-        async with aclosing(passage.chunks()) as chunks:
-            async for data in chunks:
-                if self.tally.ttft_s is None:
-                    now = time.monotonic()
-                    self.tally.ttft_s = now - self.tally.arrived
-                    if passage.cached_tokens is not None:
-                        computed = max(len(self.choices[0].token_ids) - passage.cached_tokens, 0)
-                        life.prefilled(fleet.now(), passage.cached_tokens, computed, now - began)
-                    life.first_token(fleet.now())
-                self._events += data.count(b"\n\n")
-                self.put(Piece(0, data=data))
-        life.finished(fleet.now(), "complete")
-        self._used = passage.usage
-        usage = self.usage()
-        tpot = self._service.metrics.finished(
-            prompt_tokens=usage.prompt_tokens, completion_tokens=usage.completion_tokens, ttft_s=self.tally.ttft_s,
-            seconds=time.monotonic() - self.tally.arrived,
+            self._asked, name, room.new_transfer(), None if prefill is None else _client(prefill), _client(fleet.workers[route.decode]),
+            self._deadline, self._sender.headers, self._drop, self._prefilled,
         )  # fmt: skip
-        if tpot is not None:
-            self.tally.tpots_s.append(tpot)
-        if (event := passage.arrival) is not None:
-            self.tally.mode, self.tally.wire_bytes = event.mode, event.wire_bytes
-            self._service.metrics.transfer(
-                path=event.path, mode=event.mode, wire_bytes=event.wire_bytes, seconds=event.seconds
-            )
-        self.put(Delta(0, finish="stop"))
+
+    def _drop(self, client: EngineClient, name: str) -> None:
+        worker = self._service.fleet.workers.get(client.name)
+        if worker is not None:
+            self._service.spawn(abort(worker, name))
+
+    def _prefilled(self, cached: int) -> None:
+        self._life.prefilled(self._service.fleet.now(), cached, max(self.prompt_tokens - cached, 0))
 
     async def _after(
-        self, passage: Passage, life: Life, error: WorkerLost | WorkerError | RequestTimeout | ProtocolError
-    ) -> Action:
-        """Say what is next after a failed try. Raises what the client is told where nothing is."""
-        fleet, now = self._service.fleet, self._service.fleet.now()
-        if isinstance(error, Refused) and error.clients:
-            life.finished(now, "failed")
-            raise PassedError(error.head, error.body) from error
+        self, passage: Passage, error: WorkerLost | WorkerError | RequestTimeout | ProtocolError
+    ) -> Start | Resume:
+        """Return where the request is tried next. Raises the error where it is not."""
+        life, fleet = self._life, self._service.fleet
         blamed = blame(error, passage.prefill.name if passage.prefill else None, passage.decode.name)
-        if blamed is None:
-            life.finished(now, "failed")
-            raise error
-        kind, name, role = blamed
-        if isinstance(error, WorkerLost):
-            fleet.router.health(name, False, now)
-            if (worker := fleet.workers.get(name)) is not None:
-                worker.doubt()
-        step = life.failure(kind, name, role, now, generated=0 if passage.head is None else max(self._events, 1))
-        while isinstance(step, Wait):
-            with suppress(TimeoutError):
-                async with asyncio.timeout_at(step.until + self._late()):
-                    await fleet.returned(step.role)
-            step = life.again(fleet.now())
-        if not isinstance(step, Start | Resume):
+        if self._first is not None or blamed is None or (isinstance(error, Refused) and error.clients):
             life.finished(fleet.now(), "failed")
-            if isinstance(step, Stop) and step.reason == "poison":
-                raise poisoned(step.message) from error
             raise error
+        kind, worker, role = blamed
+        if isinstance(error, WorkerLost):
+            fleet.router.health(worker, False, fleet.now())
+            if (lost := fleet.workers.get(worker)) is not None:
+                lost.doubt()
+        found = await settled(life.failure(kind, worker, role, fleet.now()), life, fleet, kind, error)
         self._service.metrics.retried.inc()
-        log = get_logger(**{REQUEST_ID: passage.request_id, ERROR: str(error)})
-        log.warning("the request goes on elsewhere", attempt=step.request.id, **{ROUTE: step.route.header})
-        return step
+        return found
 
-    def _end(self, passage: Passage, step: Start | Resume, outcome: Outcome) -> None:
-        """Leave the gateway's receipt: engines make none."""
-        meter, route, fleet = self._service.meter, step.route, self._service.fleet
+    def _count(self, passage: Passage) -> None:
+        metrics, usage, event = self._service.metrics, passage.usage, passage.arrival
+        if usage is not None:
+            metrics.finished(
+                prompt_tokens=usage.prompt_tokens,
+                completion_tokens=usage.completion_tokens,
+                ttft_s=self.ttft_s if self._asked.stream else None,
+                seconds=time.monotonic() - self._arrived,
+            )
+        if event is not None:
+            metrics.transfer(path=event.path, mode=event.mode, wire_bytes=event.wire_bytes, seconds=event.seconds)
+
+    def _account(self, passage: Passage, route: Route, outcome: Outcome) -> None:
+        """Leave the gateway's receipt; these engines make none."""
+        meter = self._service.meter
         if meter is None:
             return
-        usage = passage.usage or self.usage()
-        cached = usage.prompt_tokens_details.cached_tokens
-        tag = wire.MeterTag(self.tenant, route.prefill or "", route.decode, route.header, "")
-        task = Task(step.request.id, passage.transfer_id, [0] * usage.prompt_tokens, [], self.choices[0].sampling, tag)
-        told = wire.Prefilled(0, usage.prompt_tokens - cached, cached, 0.0, 0.0)
-        workers = fleet.workers
-        if route.decode not in workers or (route.prefill is not None and route.prefill not in workers):
-            return
-        attempt = Attempt(
-            task, None if route.prefill is None else workers[route.prefill], workers[route.decode], self.deadline, self.headers,
-            self._service.spawn, passage.began, passage.ended, usage.completion_tokens, told if passage.head is not None else None,
-        )  # fmt: skip
-        meter.ended(attempt, outcome)
+        tag = wire.MeterTag(self._sender.tenant, route.prefill or "", route.decode, route.header)
+        try:
+            meter.say(words.of_passage(passage, tag, outcome, by=meter.name, model=meter.model))
+        except ReceiptError as error:
+            meter.refused(error, passage.request_id)
+
+
+class PassAnswer:
+    """Sends a passed answer, as an ASGI app; leaves the house when it is over."""
+
+    def __init__(self, job: PassJob, asked: Asked, house: House, limit_s: float) -> None:
+        self._job = job
+        self._asked = asked
+        self._house = house
+        self._limit_s = limit_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the answer, then leave the house and note what the request came to."""
+        summary: dict[str, object] = scope["state"].setdefault("summary", {})
+        sending = self._job.task = asyncio.create_task(self._send(scope, receive, send))
+        gone = asyncio.create_task(self._watch(receive))
+        try:
+            async with asyncio.timeout(self._limit_s):
+                error = await sending
+            if error is not None:
+                summary[observe.ERROR] = str(error)
+        except TimeoutError:
+            summary[observe.ERROR] = "the client does not read its answer"
+        finally:
+            gone.cancel()
+            sending.cancel()
+            try:
+                await asyncio.gather(gone, sending, return_exceptions=True)
+            finally:
+                self._house.leave(self._job)
+                self._note(scope, summary)
+
+    def _note(self, scope: Scope, summary: dict[str, object]) -> None:
+        job = self._job
+        usage = job.passage.used if job.passage is not None else None
+        event = job.passage.arrival if job.passage is not None else None
+        summary |= {
+            observe.PATH: job.path,
+            observe.MODE: event.mode if event else None,
+            observe.PLACED: job.route.header if job.route else None,
+            observe.ATTEMPTS: job.attempts,
+            observe.WIRE_BYTES: event.wire_bytes if event else 0,
+            observe.PROMPT_TOKENS: usage.prompt_tokens if usage else None,
+            observe.COMPLETION_TOKENS: usage.completion_tokens if usage else None,
+            observe.TTFT_S: rounded(job.ttft_s),
+        }
+        if isinstance(granted := scope["state"].get("grant"), Grant):
+            granted.used = usage.total_tokens if usage is not None else 0
+
+    async def _watch(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._job.fail(ClientGone("the client closed its connection"))
+
+    async def _send(self, scope: Scope, receive: Receive, send: Send) -> RegaugeError | None:
+        begun = False
+        try:
+            async with aclosing(self._job.chunks()) as chunks:
+                async for chunk in chunks:
+                    if not begun:
+                        await begin(send, 200, self._headers(chunk))
+                        begun = True
+                    await part(send, chunk)
+                self._house.leave(self._job)  # before the client can know, and ask again
+            await part(send, b"", last=True)
+            return None
+        except asyncio.CancelledError:
+            error = self._job.failed
+            if error is None:
+                raise
+        except RegaugeError as raised:
+            error = raised
+        if isinstance(error, ClientGone):
+            return error
+        if begun:
+            failed = anthropic_failed if self._asked.route is MESSAGES else openai_failed
+            await part(send, failed(api_error(error), scope["state"]["request_id"]), last=True)
+        elif isinstance(error, Refused) and error.clients:
+            await begin(send, error.head.status, {**error.head.headers, "content-length": str(len(error.body))})
+            await part(send, error.body, last=True)
+        else:
+            told = error_response(api_error(error), self._asked.route.path, scope["state"]["request_id"])
+            await told(scope, receive, send)
+        return error
+
+    def _headers(self, first: bytes) -> dict[str, str]:
+        head = self._job.passage.head if self._job.passage is not None else None
+        headers = {**(head.headers if head is not None else {}), **self._job.told()}
+        if not self._asked.stream:
+            headers["content-length"] = str(len(first))
+        return headers
+
+
+def prompt_bytes(asked: Asked) -> bytes:
+    """Return what makes the prompt, as the client wrote it: equal beginnings of it are equal beginnings of prompts."""
+    return b"\0".join(bytes(asked.fields[name]) for name in _PROMPT if name in asked.fields)
+
+
+def _client(worker: Worker) -> EngineClient:
+    if not isinstance(worker.client, EngineClient):
+        raise TypeError(f"{worker.client.name} has no API of its own")
+    return worker.client

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
@@ -20,18 +19,18 @@ import msgspec
 from regauge.blocks import hash_blocks
 from regauge.engines.local.sampling import GREEDY_TEMPERATURE
 from regauge.engines.sglang import room
-from regauge.errors import ProtocolError, RegaugeError
+from regauge.errors import ProtocolError, ReceiptError, RegaugeError
 from regauge.meter.receipt import Outcome
-from regauge.observe import ERROR, REQUEST_ID, ROUTE, Metrics, get_logger
+from regauge.observe import Metrics
 from regauge.route.cluster import Request, Route
-from regauge.route.request import Action, Life, Resume, Start, Stop, Wait
-from regauge.route.router import BLAMELESS
-from regauge.serve import wire
+from regauge.route.request import Action, Life, Resume, Start, Stop
+from regauge.serve import wire, words
 from regauge.serve.attempt import Attempt, Spawn, Task
 from regauge.serve.choice import Choice, ChoiceText
 from regauge.serve.connection import RequestTimeout, WorkerError, WorkerLost
-from regauge.serve.failures import blame, poisoned, refused
+from regauge.serve.failures import blame, refused
 from regauge.serve.fleet import Fleet
+from regauge.serve.lives import settled
 from regauge.serve.metering import Meter
 from regauge.serve.names import Names
 from regauge.serve.replies import Delta, PromptDetails, Usage
@@ -117,6 +116,11 @@ class Job:
                 if isinstance(item, BaseException):
                     raise item
         self._complete = True
+
+    @property
+    def size(self) -> int:
+        """Requests to the workers."""
+        return len(self.choices)
 
     def told(self) -> dict[str, str]:
         """Return the headers that say where the request went, once it has been placed."""
@@ -264,31 +268,20 @@ class _Run:
             fleet.router.health(worker, False, now)
         life.resumable = self._resumable(attempt)
         step = life.failure(kind, worker, role, now, generated=attempt.delivered)
-        log = get_logger(**{REQUEST_ID: attempt.task.request_id, ERROR: str(error)})
         if self._done(attempt):
             life.finished(now)
             self._end(attempt, "complete")
             return Stop("exhausted", "the answer is complete")
-        while isinstance(step, Wait) and kind not in BLAMELESS:
-            log.warning("the request waits for another worker", role=step.role)
-            with suppress(TimeoutError):
-                async with asyncio.timeout_at(step.until):
-                    await fleet.returned(step.role)
-            step = life.again(self._now())
-        if not isinstance(step, Start | Resume):
-            life.finished(self._now(), "failed")
+        try:
+            found = await settled(step, life, fleet, kind, error)
+        except RegaugeError:
             self._end(attempt, "failed")
-            if isinstance(step, Stop):
-                log.warning("the request is given up", why=step.message)
-                if step.reason == "poison":
-                    raise poisoned(step.message) from error
-            raise error
+            raise
         self._end(attempt, "resumed" if attempt.delivered else "failed")
         if attempt.delivered:
             self._resumes = attempt.task.request_id
         (self._service.metrics.resumed if self._text.count else self._service.metrics.retried).inc()
-        log.warning("the request goes on elsewhere", attempt=step.request.id, **{ROUTE: step.route.header})
-        return step
+        return found
 
     def _done(self, attempt: Attempt) -> bool:
         """Whether the worker was lost with nothing left to do: the end was on its way. Then the answer ends here."""
@@ -323,8 +316,14 @@ class _Run:
         """Leave the attempt's receipts."""
         if outcome == "cancelled" and not self._complete:
             self._life.finished(self._now(), "cancelled")
-        if self._service.meter is not None:
-            self._service.meter.ended(attempt, outcome)
+        meter, tag = self._service.meter, attempt.task.meter
+        if meter is None or tag is None:
+            return
+        try:
+            meter.say(words.receipt(attempt, tag, outcome, by=meter.name, model=meter.model))
+        except ReceiptError as error:
+            meter.refused(error, attempt.task.request_id)
+        meter.heard(words.said(attempt))
 
     def _now(self) -> float:
         return self._service.fleet.now()

@@ -208,7 +208,7 @@ class Writer:
 
     def failed(self, error: ApiError) -> bytes:
         """Return the server-sent event that ends a stream which failed."""
-        return b"data: " + error.body() + b"\n\n"
+        return failed(error)
 
     def refusal(self, error: ApiError) -> bytes:
         """Return the body of an error."""
@@ -248,3 +248,9 @@ class Writer:
 
 def _event(body: Body) -> bytes:
     return b"data: " + msgspec.json.encode(body) + b"\n\n"
+
+
+def failed(error: ApiError, request_id: str = "") -> bytes:
+    """Return the server-sent event that ends a stream which failed."""
+    del request_id  # it is in a header
+    return b"data: " + error.body() + b"\n\n"

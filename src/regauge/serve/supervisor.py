@@ -1,7 +1,8 @@
-"""`regauge serve`: starts the gateway, the prefill worker and the decode worker, watches them, and ends them together.
+"""`regauge serve`: starts the gateway, the prefill workers and the decode workers, watches them, and ends them together.
 
 The processes get their specs by file, in a folder that only the owner can read. A worker that dies is started again, under the same
-name and ports, and so is a gateway, on the same listening socket, which is kept here; after too many deaths everything ends. SIGINT and SIGTERM end
+name and ports, and so is a gateway, on the same listening socket, which is kept here; the others go on. One that dies too often is left out for a while
+if another of its kind runs; if none does, everything ends. SIGINT and SIGTERM end
 everything in order: gateways first, so that requests can finish, then the workers. SIGHUP has the gateways read their files anew (`reload.py`).
 """
 
@@ -44,6 +45,8 @@ READY_S: Final = 300.0
 STOP_S: Final = 20.0
 RESTARTS: Final = 5
 RESTART_WINDOW_S: Final = 60.0
+PAUSE_S: Final = 15.0
+"""For so long a process that dies too often is left out."""
 _NAMES: Final[Mapping[EngineName, str]] = {"vllm": "vLLM", "sglang": "SGLang"}
 
 Say = Callable[[str], None]
@@ -63,6 +66,16 @@ class Child:
     def name(self) -> str:
         """What the log calls it."""
         return self.command.name
+
+    @property
+    def kind(self) -> str:
+        """What others of its kind have in their names before the number."""
+        return self.name.rpartition("-")[0]
+
+    @property
+    def runs(self) -> bool:
+        """Whether it was started and has not ended."""
+        return self.process is not None and self.process.returncode is None
 
     async def start(self) -> None:
         """Start it, in a session of its own: Ctrl-C is for the supervisor."""
@@ -138,13 +151,17 @@ def describe(deployment: Deployment) -> str:
     """Return the pair's verdict in a few lines."""
     c, v = deployment.config, deployment.verdict
     lines = [
-        f"prefill  {_NAMES.get(c.prefill.name, c.prefill_layout)}",
-        f"decode   {_NAMES.get(c.decode.name, c.decode_layout)}",
+        f"prefill  {_NAMES.get(c.prefill.name, c.prefill_layout)}{_times(c.prefill.workers)}",
+        f"decode   {_NAMES.get(c.decode.name, c.decode_layout)}{_times(c.decode.workers)}",
     ]
     if v is None:
         return "\n".join([*lines, "path     known when both engines run: see /version"])
     lines.append(f"path     {v.path}: {'; '.join(v.reasons) or 'alike'}")
     return "\n".join(lines + [f"note     {note}" for note in v.notes])
+
+
+def _times(workers: int) -> str:
+    return f", {workers} workers" if workers > 1 else ""
 
 
 class Supervisor:
@@ -242,11 +259,11 @@ class Supervisor:
             self._say(f"a restart is needed for: {', '.join(waiting)}")
         reload.write(self._folder, new)
         for child in self.gateways:
-            if child.process is not None and child.process.returncode is None:
+            if child.process is not None and child.runs:
                 child.process.send_signal(signal.SIGHUP)
 
     async def _watch(self) -> None:
-        """Restart what dies; return when one dies too often, or says that its settings are wrong."""
+        """Restart what dies; return when the last of its kind dies too often, or one says that its settings are wrong."""
         waits = {asyncio.create_task(child.wait()): child for child in self.children.values()}
         while True:
             done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -256,13 +273,24 @@ class Supervisor:
                 now = time.monotonic()
                 child.deaths = [t for t in child.deaths if t > now - RESTART_WINDOW_S] + [now]
                 self._say(f"{child.name} {cause(code)}")
-                if code == 2 or len(child.deaths) > RESTARTS:
+                pause = PAUSE_S if len(child.deaths) > RESTARTS else 0.0
+                if code == 2 or (pause and not self._others(child)):
                     return
                 if child.command.gateway is not None and child.process is not None and len(self.gateways) > 1:
                     mark_process_dead(child.process.pid, str(self._folder / METRICS))  # type: ignore[no-untyped-call]
-                self._say(f"{child.name} is started again")
-                await child.start()
-                waits[asyncio.create_task(child.wait())] = child
+                self._say(f"{child.name} is started again" + (f" in {pause:g} s" if pause else ""))
+                waits[asyncio.create_task(_again(child, pause))] = child
+
+    def _others(self, child: Child) -> list[Child]:
+        """Return those of its kind that run."""
+        return [other for other in self.children.values() if other.kind == child.kind and other.runs]
+
+
+async def _again(child: Child, pause: float) -> int:
+    """Start a process that has ended, and wait until it has ended once more."""
+    await asyncio.sleep(pause)
+    await child.start()
+    return await child.wait()
 
 
 def cause(code: int) -> str:

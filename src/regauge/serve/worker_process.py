@@ -27,12 +27,14 @@ from regauge.engines.local.kv import allocate
 from regauge.engines.local.model import LocalModel
 from regauge.errors import ConfigError, ProtocolError, RegaugeError
 from regauge.layout import files
+from regauge.move.plane import resolve
 from regauge.move.state import shown
 from regauge.move.transports import open_rails
 from regauge.observe import setup_logging
 from regauge.serve import wire
 from regauge.serve.cache_api import cache_news
 from regauge.serve.local_worker import LocalWorker
+from regauge.serve.registering import registered
 from regauge.serve.server import listen
 from regauge.serve.tied import die_with_parent
 from regauge.serve.worker import DecodeWorker, PrefillWorker
@@ -174,15 +176,14 @@ class _Server(uvicorn.Server):
 async def run(spec_: wire.WorkerSpec) -> None:
     """Load the model, open the links, serve until SIGTERM."""
     config = spec_.config
-    engine = config.prefill if spec_.role == "prefill" else config.decode
-    model = await asyncio.to_thread(LocalModel, Path(spec_.model_folder), engine.threads)
+    model = await asyncio.to_thread(LocalModel, Path(spec_.model_folder), config.threads(spec_.role))
     memory = allocate(files.decode(spec_.layout, format="json"))
     key = bytes.fromhex(spec_.key)
     rails = await asyncio.to_thread(open_rails, config.transfer, key=key, name=spec_.name)
     rails.register(memory.slab)
     worker = LocalWorker(spec_, memory, model, rails)
     await worker.start()
-    sock = listen(wire.WORKER_HOST, spec_.port)
+    sock = listen(config.discovery.advertise or wire.WORKER_HOST, spec_.port)
     server = _Server(uvicorn.Config(Starlette(routes=routes(worker)), log_config=None, log_level="warning",
                                     access_log=False, timeout_graceful_shutdown=5))  # fmt: skip
     stop = asyncio.Event()
@@ -193,7 +194,9 @@ async def run(spec_: wire.WorkerSpec) -> None:
     pool, failed = worker.core.pool, worker.core.engine.failed
     log.info("ready", role=spec_.role, pages=pool.pages, page_size=pool.page_size)
     ends: list[asyncio.Future[Any]] = [serving, stopping, failed]
-    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+    plane = await asyncio.to_thread(resolve, config.transfer.control or config.transfer.host)
+    async with registered(spec_, plane.address):
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
     server.should_exit = True
     await worker.close()
     await serving

@@ -44,6 +44,8 @@ class Worker:
         self.since = datetime.now(UTC)
         self.reason = "it was not asked yet"
         self.draining = False
+        self.retired = False
+        """Whether it is to get no new requests, whatever it says itself."""
         self.health: wire.Health | None = None
         """The latest that it has told."""
         self._metrics = metrics
@@ -63,7 +65,7 @@ class Worker:
     @property
     def usable(self) -> bool:
         """Whether it takes requests."""
-        return self.up and not self.draining
+        return self.up and not self.draining and not self.retired
 
     @property
     def computes(self) -> bool:

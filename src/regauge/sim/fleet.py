@@ -90,7 +90,6 @@ class Fleet:
         self.refusals: list[Refusal] = []
         self.done: list[Task] = []
         self._flows: dict[str, Flow] = {}
-        self._owed: dict[str, list[tuple[float, bool]]] = {}
         self._sent: dict[str, tuple[Prefill, Decode]] = {}
         self._seats_most = 0
         self._open = 0
@@ -201,24 +200,19 @@ class Fleet:
         prefill, decode = self.prefills[decided.prefill], self.decodes[decided.decode]
         self._open += 1
         self._sent[task.id] = prefill, decode
-        self._owed[task.id] = []
         decode.submit(task, lambda: self._seated(task))
-        prefill.submit(task)
 
     def _seated(self, task: Task) -> None:
-        """Decode has pages: what is ready may go."""
+        """Decode has a slot and pages: the prompt may be computed."""
         prefill, decode = self._sent[task.id]
         flow = self.network.open(self._ports(prefill.name, decode.name), lambda: self._landed(task))
         self._flows[task.id] = flow
-        for share, last in self._owed.pop(task.id):
-            self.network.add(flow, share * task.tokens * self.cluster.bytes_per_token, last=last)
+        prefill.submit(task)
 
     def _ready(self, task: Task, share: float, last: bool) -> None:
-        if task.id in self._owed:
-            self._owed[task.id].append((share, last))
-        else:
-            flow = self._flows[task.id]
-            self.network.add(flow, share * task.tokens * self.cluster.bytes_per_token, last=last)
+        """A share of the prompt's KV is there."""
+        size = share * task.tokens * self.cluster.bytes_per_token
+        self.network.add(self._flows[task.id], size, last=last)
 
     def _landed(self, task: Task) -> None:
         now = self.clock.now

@@ -1,0 +1,172 @@
+"""What a tenant used, told to itself: `GET /v1/usage`, and of one request `GET /v1/usage/{id}`."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import UTC, datetime, timedelta
+from typing import Final, Literal, get_args
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from regauge.errors import StoreError
+from regauge.meter import render
+from regauge.meter.reconcile import Entry
+from regauge.meter.store import Store, Usage
+from regauge.serve.answer import JSON
+from regauge.serve.failures import unavailable
+from regauge.serve.openai import ApiError, bad
+from regauge.serve.tenants import Tenant
+
+PATH: Final = "/v1/usage"
+By = Literal["hour", "day", "month", "total"]
+MOST: Final = 10_000
+"""Most rows of an answer."""
+
+
+class UsageRow(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokens of one model in one bucket of time, which begins at `start` (UTC)."""
+
+    start: datetime
+    model: str
+    requests: int
+    input_tokens: int
+    input_cached_tokens: int
+    output_tokens: int
+
+
+class UsageList(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer of `GET /v1/usage`."""
+
+    object: Literal["list"] = "list"
+    data: list[UsageRow]
+
+
+class RequestUsage(msgspec.Struct, frozen=True, kw_only=True):
+    """One request as its receipts have it; `status`: agreed, missing, differs, void."""
+
+    id: str
+    status: str
+    outcome: str
+    model: str
+    at: datetime
+    route: str
+    input_tokens: int
+    input_cached_tokens: int
+    output_tokens: int
+    resumes: str
+
+
+class RequestUsageList(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer of `GET /v1/usage/{id}`: the requests to workers that a client's request became."""
+
+    object: Literal["list"] = "list"
+    data: list[RequestUsage]
+
+
+class UsageApi:
+    """The endpoints. `store` as in `meter.store`; empty: nothing is metered."""
+
+    def __init__(self, store: str) -> None:
+        self._store = store
+
+    def routes(self) -> list[Route]:
+        """Return the routes; `observe.ROUTES` lists the same for the metrics' labels."""
+        return [Route(PATH, self.usage), Route(f"{PATH}/{{id}}", self.request)]
+
+    async def usage(self, request: Request) -> Response:
+        """`GET /v1/usage?from=2026-10-01&until=2026-11-01&by=day`: the tenant's own; by default of this month, by day."""
+        query = request.query_params
+        if unknown := set(query) - {"from", "until", "by", "model"}:
+            raise bad(min(unknown), "is not known here; give from, until, by, model")
+        by = query.get("by", "day")
+        if by not in get_args(By):
+            raise bad("by", "must be hour, day, month or total")
+        first = datetime.now(UTC).replace(day=1, hour=0, minute=0, second=0, microsecond=0)
+        since = _time(query.get("from"), "from", first)
+        until = _time(query.get("until"), "until", datetime.now(UTC) + timedelta(days=1))
+        tenant: Tenant = request.state.tenant
+        rows = await asyncio.to_thread(
+            self._usage, tenant.name, _us(since), _us(until), query.get("model"), "hour" if by == "hour" else "day"
+        )
+        rows = {"month": render.months, "total": render.total}.get(by, list)(rows)
+        if len(rows) > MOST:
+            raise bad("from", f"asks for {len(rows)} rows; at most {MOST} are told at once")
+        return _json(UsageList(data=list(map(_row, rows))))
+
+    async def request(self, request: Request) -> Response:
+        """`GET /v1/usage/{id}`: a request of the tenant's own, by its X-Request-Id."""
+        name, tenant = request.path_params["id"], request.state.tenant.name
+        found = await asyncio.to_thread(self._request, name, tenant)
+        if not found:
+            raise ApiError(404, f"there are no receipts of a request {name!r} of yours", code="request_not_found")
+        return _json(RequestUsageList(data=list(map(_entry, found))))
+
+    def _open(self) -> Store:
+        if not self._store:
+            raise ApiError(404, "nothing is metered here: meter.store is not set", code="not_metered")
+        try:
+            return Store(self._store, create=False)
+        except StoreError as error:
+            raise unavailable(f"the receipts cannot be read: {error}") from error
+
+    def _usage(
+        self, tenant: str, since_us: int, until_us: int, model: str | None, bucket: Literal["hour", "day"]
+    ) -> list[Usage]:
+        store = self._open()
+        try:
+            return store.usage(since_us, until_us, tenant=tenant, model=model, bucket=bucket)
+        except StoreError as error:
+            raise unavailable(f"the receipts cannot be read: {error}") from error
+        finally:
+            store.close()
+
+    def _request(self, name: str, tenant: str) -> list[Entry]:
+        store = self._open()
+        try:
+            return store.entries(name, tenant)
+        except StoreError as error:
+            raise unavailable(f"the receipts cannot be read: {error}") from error
+        finally:
+            store.close()
+
+
+def _row(row: Usage) -> UsageRow:
+    return UsageRow(
+        start=_at(row.at_us), model=row.model, requests=row.requests, input_tokens=row.prompt,
+        input_cached_tokens=row.cached, output_tokens=row.generated,
+    )  # fmt: skip
+
+
+def _entry(entry: Entry) -> RequestUsage:
+    return RequestUsage(
+        id=entry.request, status=entry.status, outcome=entry.outcome, model=entry.model, at=_at(entry.at_us), route=entry.route,
+        input_tokens=entry.prompt, input_cached_tokens=entry.cached, output_tokens=entry.generated, resumes=entry.resumes,
+    )  # fmt: skip
+
+
+def _time(text: str | None, name: str, default: datetime) -> datetime:
+    if text is None:
+        return default
+    try:
+        found = datetime.fromisoformat(text)
+    except ValueError:
+        raise bad(name, "must be a day or time as in 2026-10-31 or 2026-10-31T12:00:00Z") from None
+    found = found if found.tzinfo is not None else found.replace(tzinfo=UTC)
+    if not 1970 < found.year < 3000:
+        raise bad(name, "must be of a year from 1971 to 2999")
+    return found
+
+
+def _us(moment: datetime) -> int:
+    return int(moment.timestamp() * 1e6)
+
+
+def _at(us: int) -> datetime:
+    return datetime.fromtimestamp(us / 1e6, UTC)
+
+
+def _json(value: msgspec.Struct) -> Response:
+    return Response(msgspec.json.encode(value), media_type=JSON)
