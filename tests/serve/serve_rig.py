@@ -123,7 +123,7 @@ class EchoWorker:
         app.router.add_delete(wire.REQUESTS_PATH + "/{id}", self._abort)
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1, access_log=None)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", self.port)
+        site = web.TCPSite(self._runner, "127.0.0.1", self.port, backlog=1_024)
         await site.start()
         self.port = self._runner.addresses[0][1]
 
