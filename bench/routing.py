@@ -32,7 +32,7 @@ from regauge.sim.fleet import Cluster, Fleet, Knowledge, Result
 from regauge.sim.trace import BLOCK, Arrival, paced, read, spread
 
 TARGET = 0.8
-"""Of tuned cache+load's mean time to the first token, on the loaded fabric."""
+"""Of cache+load's mean time to the first token, on the loaded fabric."""
 PREFILL_LOAD = 0.55
 WARM = 0.1
 """Share of the requests that fill the caches and are not counted."""
@@ -231,8 +231,13 @@ def main() -> int:
         return 0
     rows = loaded["rows"]
     assert isinstance(rows, list)
-    ratio = next(each["over tuned"] for each in rows if each["policy"] == "network-aware")
-    print(f"network-aware over tuned cache+load, loaded fabric: {ratio:.2f} (limit {TARGET})")
+    means = {str(each["policy"]): float(each["mean"]) for each in rows}
+    # Weights that were best on the first requests need not be on these: the better of them and the defaults is to be beaten.
+    best = min(mean for name, mean in means.items() if name.startswith("cache+load"))
+    ratio = means["network-aware"] / best
+    print(
+        f"network-aware over cache+load, tuned or not, whichever is better, loaded fabric: {ratio:.2f} (limit {TARGET})"
+    )
     return 0 if ratio <= TARGET else 1
 
 

@@ -27,6 +27,7 @@ from regauge import (
     cli_probe,
     cli_quality,
     cli_top,
+    cli_why,
 )
 from regauge.errors import ConfigError, LayoutError, Refused, RegaugeError
 
@@ -87,7 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="regauge", formatter_class=argparse.RawDescriptionHelpFormatter,
         description="KV caches cross between unlike accelerators: checked, planned, carried.",
-        epilog="serving:   serve, keys, top\nlayouts:   check, explain, layout, probe\nmeasuring: bench\nbilling:   usage, invoice, prices, meter\nhelp:      version, collect-env\n\n"
+        epilog="serving:   serve, keys, top, why\nlayouts:   check, explain, layout, probe\nmeasuring: bench\nbilling:   usage, invoice, prices, meter\nhelp:      version, collect-env\n\n"
         "exit codes: 0 fine, 1 found a problem, 2 misuse")  # fmt: skip
     verbs = parser.add_subparsers(dest="verb", metavar="COMMAND", required=True, parser_class=_Parser)
 
@@ -98,6 +99,7 @@ def _parser() -> argparse.ArgumentParser:
 
     _serve_arguments(verb("serve", "serve a model across a prefill and a decode process"))
     cli_top.arguments(verb("top", "show how the transfers of a running gateway stand"))
+    cli_why.arguments(verb("why", "say why a request went to the workers that it went to"))
     cli_keys.arguments(_jobs(verb("keys", "make API keys for tenants of the gateway")))
     for name, text in (
         ("check", "say which path a pair of layouts takes, or why none"),
@@ -138,6 +140,11 @@ def _parser() -> argparse.ArgumentParser:
 def _serve_arguments(serve: argparse.ArgumentParser) -> None:
     serve.add_argument("--config", metavar="FILE", help="TOML file; the other options override it")
     serve.add_argument("--model", help="the bundled model's name, a Hugging Face folder, or a hub name")
+    serve.add_argument(
+        "--engine",
+        choices=("local", "external"),
+        help="external: start no workers, and serve with those that the file tells of",
+    )
     serve.add_argument("--host", help="address of the HTTP endpoint")
     serve.add_argument("--port", type=int, help="port of the HTTP endpoint")
     serve.add_argument("--prefill-layout", help=_LAYOUT_HELP)
@@ -189,7 +196,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code."""
     options = _parser().parse_args(arguments)
     verbs = {"serve": _serve, "check": _check, "explain": _explain, "layout": _layout, "probe": _probe, "bench": _bench,
-             "top": cli_top.run, "usage": cli_meter.run, "invoice": cli_meter.run, "prices": cli_meter.run,
+             "top": cli_top.run, "why": cli_why.run, "usage": cli_meter.run, "invoice": cli_meter.run, "prices": cli_meter.run,
              "meter": cli_meter.run, "keys": cli_keys.run, "version": _version, "collect-env": _collect_env}  # fmt: skip
     try:
         code = verbs[options.verb](options)
@@ -315,6 +322,8 @@ def serve_config(options: argparse.Namespace) -> ServeConfig:
     for name in ("model", "host", "port", "prefill_layout", "decode_layout"):
         if getattr(options, name) is not None:
             plain[name] = getattr(options, name)
+    if options.engine is not None:
+        plain["external"] = options.engine == "external"
     if options.transport is not None:
         plain["transfer"]["transport"] = options.transport
     for item in options.set:
@@ -338,7 +347,8 @@ def _serve(options: argparse.Namespace) -> int:
     import asyncio
 
     config = serve_config(options)
-    _need_engine()
+    if not config.external:
+        _need_engine()
     from regauge.serve.supervisor import Supervisor, describe, plan_deployment
 
     def say(text: str) -> None:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 LIMIT_S = 5.0
 """Most seconds for one answer; the gateway itself gives each worker two."""
 MAX_ANSWER = 64 << 20
+TRANSFERS = "/debug/transfers"
 MAX_MESSAGE = 500
 """Characters of an error's text that are shown."""
 _NO_JSON = (UnicodeDecodeError, RecursionError)
@@ -62,20 +63,20 @@ class Gateway:
             raise ConfigError(f"--url {plain(url)}: give it as in http://127.0.0.1:8000")
         return cls(plain(url), urlunsplit((*parts[:3], "", "")).rstrip("/"))
 
-    def fetch(self, limit: int) -> bytes:
-        """Return the answer's JSON, all of it within LIMIT_S. Raises PeerLost when nothing answers, ProtocolError for another answer."""
+    def fetch(self, path: str) -> bytes:
+        """Return the JSON at a path, all of it within LIMIT_S. Raises PeerLost when nothing answers, ProtocolError for another answer."""
         import asyncio
 
-        return asyncio.run(self._fetch(limit))
+        return asyncio.run(self._fetch(path))
 
-    async def _fetch(self, limit: int) -> bytes:
+    async def _fetch(self, path: str) -> bytes:
         import aiohttp  # costs more than `regauge --help` may take
 
         body = bytearray()
         try:
             async with (
                 aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=LIMIT_S), auto_decompress=False) as session,
-                session.get(f"{self.base}/debug/transfers?limit={limit}", allow_redirects=False) as answer,
+                session.get(f"{self.base}{path}", allow_redirects=False) as answer,
             ):
                 status = answer.status
                 while len(body) <= MAX_ANSWER and (part := await answer.content.readany()):
@@ -123,7 +124,7 @@ def run(options: argparse.Namespace) -> int:
     if not 1 <= options.limit <= MAX_SHOWN:
         raise ConfigError(f"--limit {options.limit}: give 1 to {MAX_SHOWN}")
     gateway = Gateway.parse(options.url)
-    body = gateway.fetch(options.limit)
+    body = gateway.fetch(f"{TRANSFERS}?limit={options.limit}")
     look = _decode(body, gateway.url)
     if options.json:
         import msgspec
@@ -156,7 +157,7 @@ def _watch(gateway: Gateway, look: Overview, interval: float, limit: int) -> int
             while True:
                 time.sleep(interval)
                 try:
-                    before, look, note = look, _decode(gateway.fetch(limit), gateway.url), ""
+                    before, look, note = look, _decode(gateway.fetch(f"{TRANSFERS}?limit={limit}"), gateway.url), ""
                 except (PeerLost, ProtocolError) as error:
                     note = str(error)
                 live.update(render(look, before, note=note, width=console.width), refresh=True)

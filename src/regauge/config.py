@@ -287,11 +287,17 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     quality: QualityConfig = QualityConfig()
     route: RouteConfig = RouteConfig()
     gateway: GatewayConfig = GatewayConfig()
+    external: bool = False
+    """Start no workers: `workers` and `discovery` tell of those that somebody else has started. As `--engine external`."""
     workers: Annotated[list[WorkerConfig], msgspec.Meta(max_length=10_000)] = []
-    """Workers that somebody else started."""
+    """Workers that somebody else started, beside those that are started here."""
     discovery: DiscoveryConfig = DiscoveryConfig()
     """Where more of them are learnt of."""
     meter: MeterConfig = MeterConfig()
+
+    def __post_init__(self) -> None:
+        if self.external and not (self.workers or self.discovery.finds):
+            raise ConfigError("workers: name them, or say in discovery where they are learnt of: none is started here")
 
     def engine(self, role: Role) -> EngineConfig:
         """Return how the worker of a role runs."""

@@ -89,5 +89,10 @@ class DiscoveryConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     etcd: EtcdConfig | None = None
     kubernetes: KubernetesConfig | None = None
 
+    @property
+    def finds(self) -> bool:
+        """Whether a gateway learns of workers so."""
+        return self.register or self.etcd is not None or self.kubernetes is not None
+
     def __post_init__(self) -> None:
         bound(self, "discovery", ("lease_s",), least=1.0, most=MAX_S)

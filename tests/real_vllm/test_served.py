@@ -53,7 +53,8 @@ def test_one_endpoint_with_vllms_own_answers_whatever_becomes_of_prefill(
     llama: Path, alone: list[list[int]], tmp_path: Path
 ) -> None:
     async def check(pair: Served) -> None:
-        want = [pair.text(tokens) for tokens in alone]
+        # A character that the answer's end cuts through vLLM leaves out; the gateway's own detokeniser gives U+FFFD.
+        want = [pair.text(tokens).rstrip("\ufffd") for tokens in alone]
         assert await pair.answers(PROMPTS) == want
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=ANSWER_S)) as session:
             assert (await pair.get(session, "/version"))["verdict"] == {"path": "REMAP", "text": "page size 32 -> 128"}

@@ -22,6 +22,7 @@ from hypothesis import settings
 
 from regauge.config import LimitsConfig, Role, ServeConfig
 from regauge.config_gateway import GatewayConfig
+from regauge.config_route import RouteConfig
 from regauge.move.protocol import TransferState
 from regauge.move.state import LinkState, PoolState, Totals, WorkerState, bounded, shown
 from regauge.observe import Metrics
@@ -230,7 +231,7 @@ class EchoWorker:
         wanted = [ids[n % len(ids)] for n in range(sampling.max_tokens)] if sampling.ignore_eos else ids
         transfer = wire.TransferEvent("CONVERT", "fused", 1000 + len(body.token_ids), 3, 0.002)
         await response.write(wire.encode_line(transfer))
-        for count, token in enumerate(wanted[: sampling.max_tokens]):
+        for count, token in enumerate(wanted[len(body.generated) : sampling.max_tokens]):
             if self.pace is not None:
                 await self.pace(count)
             if self._aborted[body.request_id].is_set():
@@ -245,7 +246,8 @@ class EchoWorker:
             await response.write(wire.encode_line(self._token(token, sampling.logprobs)))
         count = min(len(wanted), sampling.max_tokens)
         reason = "stop" if not sampling.ignore_eos and count == len(ids) else "length"
-        await response.write(wire.encode_line(wire.FinishEvent(reason, len(body.token_ids), count)))
+        finish = wire.FinishEvent(reason, len(body.token_ids) + len(body.generated), count - len(body.generated))
+        await response.write(wire.encode_line(finish))
 
     def _token(self, token: int, logprobs: int | None) -> wire.TokenEvent:
         if logprobs is None:
@@ -296,6 +298,9 @@ class Rig:
     client: aiohttp.ClientSession
     tokenizer: Tokenizer
     serving: asyncio.Task[None]
+    fleet: Fleet
+    others: dict[str, EchoWorker]
+    """Further workers, by name."""
 
     async def post(self, path: str, body: Any, **headers: str) -> tuple[int, Any, dict[str, str]]:
         """Return status, decoded body and headers; `body` may be bytes."""
@@ -355,21 +360,28 @@ async def open_rig(
     rules: GatewayConfig | None = None,
     tenants: Tenants | None = None,
     pools: Sequence[Source] | None = None,
+    others: Sequence[str] = (),
+    route: RouteConfig | None = None,
 ) -> AsyncIterator[Rig]:
-    """`prefill_at`, `decode_at`: workers of another kind, in place of the rig's own; `pools`: from them alone the gateway learns of workers."""
+    """`prefill_at`, `decode_at`: workers of another kind, in place of the rig's own; `pools`: from them alone the gateway learns of workers.
+
+    `others`: names of more workers, as `decode-1`.
+    """
     rails: dict[str, asyncio.Future[None]] = {}
     prefill = EchoWorker("prefill-0", "prefill", tokenizer, rails)
     decode = EchoWorker("decode-0", "decode", tokenizer, rails)
+    roles: dict[str, Role] = {name: "prefill" if name.startswith("prefill") else "decode" for name in others}
+    more = {name: EchoWorker(name, role, tokenizer, rails) for name, role in roles.items()}
     async with AsyncExitStack() as stack:
-        for worker in (prefill, decode):
+        for worker in (prefill, decode, *more.values()):
             stack.push_async_callback(worker.stop)
             await worker.start()
         if not prefill_up:
             await prefill.stop()
         metrics = Metrics.create("test")
         fleet = Fleet(
-            [prefill_at or prefill.address, decode_at or decode.address] if pools is None else [],
-            dialer(TOKEN, MODEL), metrics, Router(),
+            [prefill_at or prefill.address, decode_at or decode.address, *(w.address for w in more.values())] if pools is None else [],
+            dialer(TOKEN, MODEL), metrics, Router(route),
             pairs=Pairs(given=wire.VerdictInfo("CONVERT")), policy=policy or HealthPolicy(period_s=0.05),
         )  # fmt: skip
         config = ServeConfig(limits=limits or LimitsConfig(request_timeout_s=WAIT_S, prefill_wait_s=0))
@@ -381,7 +393,8 @@ async def open_rig(
         timeout = aiohttp.ClientTimeout(total=WAIT_S)
         connector = aiohttp.TCPConnector(limit=0)
         client = await stack.enter_async_context(aiohttp.ClientSession(timeout=timeout, connector=connector))
-        rig = Rig(prefill, decode, server, metrics, f"http://127.0.0.1:{port}", client, tokenizer, serving)
+        base = f"http://127.0.0.1:{port}"
+        rig = Rig(prefill, decode, server, metrics, base, client, tokenizer, serving, fleet, more)
         try:
             await rig.get("/health")  # the workers have been asked once when this is answered
             yield rig

@@ -12,9 +12,19 @@ from typing import Any
 import msgspec
 import pytest
 
-from regauge.config import EngineConfig, ServeConfig, ServedConfig, ServerConfig, TlsConfig, TransferConfig, decode
+from regauge.config import (
+    EngineConfig,
+    MeterConfig,
+    ServeConfig,
+    ServedConfig,
+    ServerConfig,
+    TlsConfig,
+    TransferConfig,
+    decode,
+)
 from regauge.engines import settings
 from regauge.errors import ConfigError
+from regauge.keys import load_private, public_pem
 from regauge.layout import files
 from regauge.layout.presets import from_short, load_model, with_pages
 from regauge.layout.spec import Layout
@@ -131,6 +141,41 @@ def test_a_worker_is_one_engine() -> None:
     with pytest.raises(ConfigError, match="leave out vllm, or sglang"):
         EngineConfig(vllm=ServedConfig(), sglang=ServedConfig())
     assert [each.name for each in (EngineConfig(), VLLM, SGLANG)] == ["local", "vllm", "sglang"]
+
+
+def test_many_workers_of_a_role_know_where_the_others_are(tmp_path: Path) -> None:
+    config = ServeConfig(prefill=EngineConfig(workers=2), decode=EngineConfig(workers=3))
+    deployment = Deployment(config, tmp_path / "model", "m", None, layout(), layout(), "127.0.0.1", KEY)
+    *started, _ = commands(deployment, tmp_path)
+    names = ["decode-0", "decode-1", "decode-2", "prefill-0", "prefill-1"]
+    assert [command.name for command in started] == names
+    specs = [msgspec.json.decode(Path(c.arguments[-1]).read_bytes(), type=wire.WorkerSpec) for c in started]
+    gateway = wire.read_spec(tmp_path / "gateway.json")
+    assert [each.name for each in gateway.workers] == names
+    ports = [port for spec in specs for port in (spec.port, spec.control_port)]
+    assert len(set(ports)) == 10
+    assert all(each.url.endswith(f":{spec.port}") for each, spec in zip(gateway.workers, specs, strict=True))
+    where = {spec.name: ("127.0.0.1", spec.control_port) for spec in specs}
+    assert [each.receivers for each in gateway.workers] == [{name: where[name]} for name in names], "roles may change"
+    for spec in specs:
+        assert spec.peers == ({name: where[name] for name in names[:3]} if spec.role == "prefill" else {})
+        assert Path(spec.state).is_dir()
+        public = load_private(Path(spec.signing_key)).public_key()
+        assert public_pem(public) == (Path(gateway.trust) / "workers" / f"{spec.name}.pub").read_bytes()
+    assert len({spec.signing_key for spec in specs} | {gateway.signing_key}) == 6
+    assert sorted(gateway.layouts) == names
+
+
+def test_keys_and_journals_are_where_the_configuration_says(tmp_path: Path) -> None:
+    meter = MeterConfig(keys=str(tmp_path / "a" / "keys"), state=str(tmp_path / "b"))
+    (tmp_path / "run").mkdir()
+    started, gateway = planned(tmp_path, prefill=VLLM, meter=meter)
+    spec = msgspec.json.decode(Path(started[0].arguments[-1]).read_bytes(), type=wire.WorkerSpec)
+    assert spec.signing_key == str(tmp_path / "a/keys/decode-0.key")
+    assert (spec.state, gateway.trust) == (meter.state, str(tmp_path / "a/keys/trust"))
+    assert not list((tmp_path / "a/keys").glob("prefill*")), "vLLM signs nothing"
+    with pytest.raises(ConfigError, match=r"meter.state: .*Not a directory"):
+        planned(tmp_path, meter=MeterConfig(state="/dev/null/x"))
 
 
 def test_nothing_secret_is_on_a_command_line_or_in_a_repr(tmp_path: Path) -> None:

@@ -43,7 +43,6 @@ def test_keys_are_asked_for_where_they_are_wanted() -> None:
     assert keyed["paths"]["/health"]["get"]["security"] == []
 
 
-@pytest.mark.timeout(120)
 async def test_schemathesis_finds_nothing(tokenizer: Tokenizer, tmp_path: Path) -> None:
     settings = tmp_path / "schemathesis.toml"
     settings.write_text(SETTINGS)

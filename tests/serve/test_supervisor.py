@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import msgspec
@@ -187,6 +188,40 @@ async def test_everything_is_ended_though_nobody_reads_what_is_said(
         child.process is not None and child.process.returncode is not None for child in supervisor.children.values()
     )
     assert list((tmp_path / "own").iterdir()) == []
+
+
+@pytest.mark.anyio
+async def test_a_worker_that_dies_again_and_again_is_left_out_while_another_runs(config: ServeConfig) -> None:
+    config = msgspec.structs.replace(config, prefill=EngineConfig(workers=2))
+    said: asyncio.Queue[str] = asyncio.Queue()
+    supervisor = Supervisor(plan_deployment(config, print), said.put_nowait)
+    stays, dies = (sys.executable, "-c", "import time; time.sleep(600)"), ("/bin/sh", "-c", "exit 1")
+    for child in supervisor.children.values():
+        child.command = Command(child.name, dies if child.name == "prefill-0" else stays, gateway=child.command.gateway)
+    pids = {}
+    for child in supervisor.children.values():
+        await child.start()
+        pids[child.name] = child.process and child.process.pid
+    watching = asyncio.create_task(supervisor._watch())
+    try:
+        told = ""
+        async with asyncio.timeout(60):
+            while "again in" not in (told := await said.get()):
+                assert told in ("prefill-0 ended with exit code 1", "prefill-0 is started again")
+        assert told == "prefill-0 is started again in 15 s"
+        assert not watching.done()
+        others = {name: child.process for name, child in supervisor.children.items() if name != "prefill-0"}
+        assert {name: p and p.pid for name, p in others.items()} == {n: p for n, p in pids.items() if n != "prefill-0"}
+        last = supervisor.children["prefill-1"]
+        last.deaths = [time.monotonic()] * 5
+        assert last.process is not None
+        last.process.kill()
+        await asyncio.wait_for(watching, 60)
+        assert said.get_nowait() == "prefill-1 died of SIGKILL"
+    finally:
+        watching.cancel()
+        await asyncio.wait([watching])
+        await supervisor._end()
 
 
 FAMILY = """

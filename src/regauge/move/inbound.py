@@ -11,6 +11,7 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 import structlog
@@ -43,6 +44,7 @@ from regauge.move.protocol import Action, Check, Delivered, Failed, FenceLink, R
 from regauge.move.rails import Rails
 from regauge.move.receiver import Receiver
 from regauge.move.state import LinkState
+from regauge.move.threads import in_thread
 from regauge.plan import Judge, Plan, check
 from regauge.plan.ranks import lacking, leg
 
@@ -318,7 +320,7 @@ class InboundLinks:
         # A peer that maps the pages writes them directly, unless told otherwise: its slots stay empty.
         direct = self._memory.reachable and self._rails.caps.maps_memory and self._config.mode in ("auto", "fused")
         size = 4096 if direct else self._config.staging_bytes
-        staging = await asyncio.to_thread(Slab, size, f"staging:{hello.worker}")
+        staging = await in_thread(partial(Slab, size, f"staging:{hello.worker}"), Slab.close)
         try:
             return await self._finish_greeting(channel, hello, plan, staging)
         except BaseException:  # undone whatever broke, also when cancelled

@@ -88,7 +88,13 @@ def commands(deployment: Deployment, folder: Path, *, log_json: bool = False) ->
     d, roles = deployment, _roles(deployment)
     needed = [_ports(d.config.engine(role)) for _, role, _ in roles]
     port = consecutive_ports(sum(needed), wire.WORKER_HOST, d.control)
-    plan = _Plan(d, folder, secrets.token_hex(32), _signing(d, folder, [name for name, *_ in roles]), log_json)
+    plan = _Plan(
+        d,
+        folder,
+        secrets.token_hex(32),
+        _signing(d, folder, [name for name, _, layout in roles if layout is not None]),
+        log_json,
+    )
     wire.write_private(plan.key_file, d.key.encode())
     for (name, role, layout), count in zip(roles, needed, strict=True):
         plan.add(name, role, layout, port)
@@ -101,7 +107,7 @@ def commands(deployment: Deployment, folder: Path, *, log_json: bool = False) ->
     gateway = wire.GatewaySpec(
         config=d.config, model_folder=str(d.folder), model_name=d.model, token=plan.token, workers=plan.addresses, verdict=verdict,
         layouts={name: files.encode(layout, format="json") for name, _, layout in roles if layout is not None},
-        key=d.key if any(each.engine != "local" for each in plan.addresses) else "", log_json=log_json,
+        key=d.key if _needs_key(d.config, plan.addresses) else "", log_json=log_json,
         name=GATEWAY, signing_key=str(plan.signing[GATEWAY]), trust=str(plan.signing[GATEWAY].parent / signing.TRUST),
     )  # fmt: skip
     path, count = _write(folder, GATEWAY, gateway), d.config.gateway.processes
@@ -113,8 +119,16 @@ def commands(deployment: Deployment, folder: Path, *, log_json: bool = False) ->
     return started
 
 
+def _needs_key(config: ServeConfig, started: Sequence[wire.WorkerAddress]) -> bool:
+    """Whether a gateway asks engines' status, or lets workers register: both by tokens made of the transfer plane's key."""
+    engines: set[EngineName] = {*(each.engine for each in started), *(each.engine for each in config.workers)}
+    return bool(engines - {"local"}) or bool(config.transfer.key_file)
+
+
 def _roles(d: Deployment) -> list[tuple[str, Role, Layout | None]]:
     """Return every worker's name, role and layout, decode first: prefill workers are told where those are."""
+    if d.config.external:
+        return []
     layouts: tuple[tuple[Role, Layout | None], ...] = (("decode", d.decode), ("prefill", d.prefill))
     return [(f"{role}-{i}", role, layout) for role, layout in layouts for i in range(d.config.engine(role).workers)]
 

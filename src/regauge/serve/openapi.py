@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 import msgspec
 
 from regauge import __version__
 from regauge.move.state import MAX_SHOWN
-from regauge.serve import anthropic, anthropic_replies, cards, openai, replies
+from regauge.serve import anthropic, anthropic_replies, cards, openai, replies, usage
 from regauge.serve.debug import Overview
 
 PATH: Final = "/openapi.json"
@@ -102,6 +102,22 @@ _EVENT_TYPES: Final = (
     anthropic_replies.MessageDelta, anthropic_replies.MessageStop, anthropic_replies.Ping, anthropic.AnthropicError,
 )  # fmt: skip
 _LIMIT: Final = {"name": "limit", "in": "query", "schema": {"type": "integer", "minimum": 1, "maximum": MAX_SHOWN}}
+_PERIOD: Final = (
+    {
+        "name": "from",
+        "in": "query",
+        "schema": {"type": "string"},
+        "description": "First day, like 2026-10-01, or a time.",
+    },
+    {
+        "name": "until",
+        "in": "query",
+        "schema": {"type": "string"},
+        "description": "First day that does not count any more.",
+    },
+    {"name": "model", "in": "query", "schema": {"type": "string"}},
+    {"name": "by", "in": "query", "schema": {"enum": list(get_args(usage.By))}},
+)
 OPERATIONS: Final = (
     Operation(
         "/v1/chat/completions", "post", "Answer a conversation", ChatReply, openai.ChatRequest,
@@ -121,6 +137,14 @@ OPERATIONS: Final = (
     ),
     Operation("/v1/models", "get", "List the models", cards.ModelList, errors=_READ),
     Operation(_MODEL, "get", "Describe a model", cards.ModelCard, errors=(*_READ, 404)),
+    Operation(
+        usage.PATH, "get", "What this key's tenant used", usage.UsageList, errors=(400, *_READ, 404, 503),
+        parameters=_PERIOD,
+    ),
+    Operation(
+        f"{usage.PATH}/{{id}}", "get", "What one request of this key's tenant used", usage.RequestUsageList,
+        errors=(*_READ, 404, 503), parameters=({"name": "id", "in": "path", "required": True, "schema": {"type": "string"}},),
+    ),
     Operation("/health", "get", "Whether the gateway lives", cards.Health, free=True),
     Operation(
         "/ready", "get", "Whether requests can be served", cards.Ready, free=True,

@@ -120,9 +120,11 @@ def plan_deployment(config: ServeConfig, say: Say) -> Deployment:
     folder = prepare(config.model, cache_dir(), say)
     model = load_model(str(folder))
     prefill, decode = [
-        None if engine.served else with_pages(load_named(text, str(folder)), engine.pool_tokens)
+        None if engine.served or config.external else with_pages(load_named(text, str(folder)), engine.pool_tokens)
         for text, engine in ((config.prefill_layout, config.prefill), (config.decode_layout, config.decode))
     ]
+    if config.external:
+        return Deployment(config, folder, model.name, None, None, None, control, key)
     gate = from_config(config.quality)
     if prefill is None or decode is None:
         _check_served(config)
@@ -150,6 +152,8 @@ def _check_served(config: ServeConfig) -> None:
 def describe(deployment: Deployment) -> str:
     """Return the pair's verdict in a few lines."""
     c, v = deployment.config, deployment.verdict
+    if c.external:
+        return f"workers  {len(c.workers)} named, and those that are found; see /ready"
     lines = [
         f"prefill  {_NAMES.get(c.prefill.name, c.prefill_layout)}{_times(c.prefill.workers)}",
         f"decode   {_NAMES.get(c.decode.name, c.decode_layout)}{_times(c.decode.workers)}",
@@ -231,8 +235,12 @@ class Supervisor:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     async def _announce(self) -> None:
-        url = base_url(self._deployment.config)
-        await asyncio.gather(*(wait_ready(private_socket(self._folder, i), READY_S) for i in range(len(self.gateways))))
+        url, external = base_url(self._deployment.config), self._deployment.config.external
+        waits = [
+            wait_ready(private_socket(self._folder, i), READY_S, workers=not external)
+            for i in range(len(self.gateways))
+        ]
+        await asyncio.gather(*waits)
         model = self._deployment.model
         body = f'{{"model": "{model}", "stream": true, "messages": [{{"role": "user", "content": "Tell me a short story about a train."}}]}}'
         self._say(
@@ -309,10 +317,10 @@ def base_url(config: ServeConfig) -> str:
     return f"{scheme}://{host}:{config.port}"
 
 
-async def wait_ready(gateway: str | Path, limit_s: float) -> None:
+async def wait_ready(gateway: str | Path, limit_s: float, *, workers: bool = True) -> None:
     """Wait until `/ready` of a gateway, by its URL or private socket, says that all is there, and not only enough to answer.
 
-    Raises EngineError after `limit_s` seconds.
+    Without `workers`, until it answers. Raises EngineError after `limit_s` seconds.
     """
     unix = aiohttp.UnixConnector(str(gateway)) if isinstance(gateway, Path) else None
     url = gateway if isinstance(gateway, str) else "http://gateway"
@@ -321,7 +329,7 @@ async def wait_ready(gateway: str | Path, limit_s: float) -> None:
             while True:
                 with contextlib.suppress(aiohttp.ClientError, TimeoutError):
                     async with session.get(f"{url}/ready", timeout=aiohttp.ClientTimeout(total=5)) as answer:
-                        if answer.status == 200 and (await answer.json())["status"] == "ready":
+                        if not workers or (answer.status == 200 and (await answer.json())["status"] == "ready"):
                             return
                 await asyncio.sleep(0.1)
     except TimeoutError:

@@ -359,3 +359,28 @@ def test_an_error_in_on_layer_ends_the_step(rig: Rig) -> None:
     assert isinstance(output.error, EngineError)
     assert isinstance(output.error.__cause__, ConnectionError)
     assert not rig.scheduler.has_work
+
+
+@pytest.mark.parametrize("computed", [0, 32, 41])
+def test_an_answer_that_is_gone_on_with_is_prefilled_with_its_tokens(tiny: LocalModel, rig: Rig, computed: int) -> None:
+    """Also where all but its last token is there: that one's KV is part of what is delivered."""
+    whole = alone(tiny, prompt(38))
+    rig.add("before", (*prompt(38), *whole[:3]), prefill_only=True)
+    rig.finish()
+    marks: list[tuple[int, int, int]] = []
+    pages = rig.pages.take(64)
+    if computed:  # the same pages hold the beginning
+        pages = rig.add("beginning", (*prompt(38), *whole[:4])[: computed + 1], prefill_only=True).pages
+        rig.finish()
+        pages = np.concatenate([pages, rig.pages.take(64)])
+    rig.scheduler.add(
+        Request("r", prompt(38), GREEDY, pages, computed=computed, generated=tuple(whole[:4]), prefill_only=True)
+    )
+    assert rig.scheduler.work.decoding == 0
+    outputs = []
+    while rig.scheduler.has_work:
+        outputs += rig.scheduler.step(lambda _, layer, start, count: marks.append((layer, start, count)))
+    [output] = outputs
+    assert (output.token, output.index, output.finish_reason) == (whole[4], 4, "prefill")
+    assert sum(count for layer, _, count in marks if layer == 0) == 42 - computed
+    assert rig.scheduler.work.decoded == 0
