@@ -23,6 +23,7 @@ from regauge import observe
 from regauge.errors import RegaugeError
 from regauge.observe import Metrics, get_logger
 from regauge.serve import anthropic
+from regauge.serve.deadlines import Deadlines
 from regauge.serve.failures import api_error, too_many
 from regauge.serve.openai import SERVER_ERROR, ApiError
 from regauge.serve.relay import Job
@@ -64,6 +65,7 @@ class House:
         self.draining = False
         self.limit = limit
         """Most choices that are in at once."""
+        self.deadlines = Deadlines()
         self._metrics = metrics
         self._choices = 0
         self._jobs: set[Guest] = set()
