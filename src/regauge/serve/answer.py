@@ -15,7 +15,6 @@ from contextlib import aclosing
 from types import MappingProxyType
 from typing import Any, Final, Protocol
 
-from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -246,7 +245,7 @@ class Envelope:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given = Headers(scope=scope).get("x-request-id", "")
+        given = next((value.decode("latin-1") for name, value in scope["headers"] if name == b"x-request-id"), "")
         request_id = given if _SANE_ID.fullmatch(given) else f"req-{secrets.token_hex(12)}"
         state: dict[str, Any] = scope.setdefault("state", {})
         state["request_id"] = request_id
@@ -256,10 +255,10 @@ class Envelope:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                headers = MutableHeaders(scope=message)
-                headers["x-request-id"] = request_id
+                named = [(b"x-request-id", request_id.encode())]
                 if anthropic.speaks(scope["path"]):
-                    headers["request-id"] = request_id  # that API's own name for it
+                    named.append((b"request-id", request_id.encode()))  # that API's own name for it
+                message["headers"] = [*message["headers"], *named]
             await send(message)
 
         try:

@@ -23,6 +23,8 @@ from regauge.serve.openai import SERVER_ERROR, ApiError
 SWEEP_S: Final = 0.5
 GONE: Final = "regauge.gone"
 """Of a scope's extensions: takes what to call when the client has gone, and returns what takes that back. A task that awaits `receive` costs more."""
+WHOLE: Final = "regauge.whole"
+"""Of a scope's extensions: returns whether the request's body has come."""
 _PER_HEADER: Final = 32
 """Bytes that a header counts for beside its own, as HTTP/2 counts them (RFC 9113, 6.5.2): what it takes to keep it."""
 
@@ -98,7 +100,8 @@ class Protocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """Begin a request."""
         super().on_message_begin()
-        self.scope["extensions"] = {GONE: self._watch}  # type: ignore[dict-item]  # as ASGI has it: any value
+        extensions: dict[str, Any] = {GONE: self._watch, WHOLE: self._is_whole}
+        self.scope["extensions"] = extensions
 
     def on_url(self, url: bytes) -> None:
         """Take a part of the request line."""
@@ -189,6 +192,10 @@ class Protocol(HttpToolsProtocol):
         if self.transport.is_closing():
             self.loop.call_soon(self._tell)
         return partial(self._watchers.discard, told)
+
+    def _is_whole(self) -> bool:
+        """Whether all requests that have begun have come."""
+        return not self.cycle.more_body
 
     def _tell(self) -> None:
         for told in [*self._watchers]:
