@@ -10,7 +10,6 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, Final
 
 import msgspec
@@ -47,8 +46,7 @@ _NOT_THE_CLIENTS: Final = frozenset((401, 403, 407, 408, 429))
 """What an engine says under 500 that is no fault of the request."""
 
 
-@dataclass(frozen=True)
-class Head:
+class Head(msgspec.Struct, frozen=True):
     """How an engine's answer begins; `headers` are those that may be passed on."""
 
     status: int
@@ -305,13 +303,17 @@ async def _read(client: EngineClient, answer: Exchange, limit: int) -> bytes:
 
 
 def _passed(headers: Mapping[str, str]) -> Mapping[str, str]:
-    named = {name.strip().lower() for name in headers.get("connection", "").split(",")}
+    """Return those (lower-case) headers that are for the client."""
+    dropped: frozenset[str] = _DROPPED
+    if "connection" in headers:
+        dropped |= {name.strip().lower() for name in headers["connection"].split(",")}
     kept: dict[str, str] = {}
     for name, value in headers.items():
-        fits = len(name) + len(value) <= _MAX_HEADER and value.isascii() and len(kept) < _MAX_HEADERS
-        if fits and name.lower() not in _DROPPED | named:
-            kept[name.lower()] = value
-    return MappingProxyType(kept)
+        if name not in dropped and len(name) + len(value) <= _MAX_HEADER and value.isascii():
+            kept[name] = value
+            if len(kept) == _MAX_HEADERS:
+                break
+    return kept
 
 
 async def _refusal(leg: Errand) -> BaseException:

@@ -8,13 +8,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Final
 
+import msgspec
 from starlette.types import Receive, Scope, Send
 
 from regauge import observe
-from regauge.blocks import hash_blocks
+from regauge.blocks import hash_bytes
 from regauge.engines.sglang import room
 from regauge.errors import ProtocolError, ReceiptError, RegaugeError
 from regauge.meter.receipt import Outcome
@@ -42,8 +42,7 @@ _PROMPT: Final = ("tools", "system", "instructions", "messages", "prompt", "inpu
 """Fields that make the prompt, in the order in which templates write them."""
 
 
-@dataclass(frozen=True)
-class Sender:
+class Sender(msgspec.Struct, frozen=True):
     """Whose request it is, and under which names it goes on."""
 
     request_id: str
@@ -77,7 +76,7 @@ class PassJob:
         text = prompt_bytes(asked)
         self.prompt_tokens = max(len(text) // BYTES_PER_TOKEN, 1)
         """Estimated."""
-        blocks = hash_blocks(text, fleet.router.config.block_tokens * BYTES_PER_TOKEN)
+        blocks = hash_bytes(text, fleet.router.config.block_tokens * BYTES_PER_TOKEN)
         alone = frozenset(worker.client.name for worker in fleet.of("prefill")) if asked.alone else frozenset[str]()
         request = Request(
             sender.request_id, sender.tenant, service.model, self.prompt_tokens, blocks, max_tokens, sender.priority, exclude=alone
