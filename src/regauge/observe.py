@@ -7,23 +7,22 @@ transfer's bytes and seconds are recorded by one call (`Metrics.transfer`), as a
 
 from __future__ import annotations
 
-import logging
 import os
-import sys
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final, TextIO
+from typing import Final
 
-import structlog
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector
-from structlog.typing import FilteringBoundLogger
+
+from regauge.logs import WORKER as WORKER  # noqa: PLC0414  # re-exported, as are the next two
+from regauge.logs import get_logger as get_logger  # noqa: PLC0414
+from regauge.logs import setup_logging as setup_logging  # noqa: PLC0414
 
 # Log fields. `event` is the sentence; a request's fields are the same in every process that it passes.
 REQUEST_ID: Final = "request_id"
 TRANSFER_ID: Final = "transfer_id"
-WORKER: Final = "worker"
 ROLE: Final = "role"
 ROUTE: Final = "route"
 STATUS: Final = "status"
@@ -385,52 +384,3 @@ class Metrics:
             registry = CollectorRegistry()
             MultiProcessCollector(registry)  # type: ignore[no-untyped-call]  # the library's
         return generate_latest(registry), CONTENT_TYPE_LATEST
-
-
-def setup_logging(level: str, json: bool, worker: str, *, stream: TextIO | None = None) -> None:
-    """Send this process's log lines, the standard library's included, to `stream` (standard error).
-
-    `level` is a standard name ("info", "DEBUG", ...); raises ValueError for another. `worker` is put on every
-    line. Lines are for a person's eyes, or JSON objects with `json`.
-    """
-    out = stream if stream is not None else sys.stderr
-
-    def name_worker(_: Any, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-        event.setdefault(WORKER, worker)
-        return event
-
-    shared: list[structlog.types.Processor] = [
-        structlog.contextvars.merge_contextvars,
-        structlog.stdlib.add_log_level,
-        structlog.processors.TimeStamper(fmt="iso", utc=True),
-        name_worker,
-    ]
-    renderer: structlog.types.Processor
-    if json:
-        shared.append(structlog.processors.format_exc_info)
-        renderer = structlog.processors.JSONRenderer()
-    else:
-        renderer = structlog.dev.ConsoleRenderer(colors=out.isatty())
-    handler = logging.StreamHandler(out)
-    handler.setFormatter(
-        structlog.stdlib.ProcessorFormatter(
-            foreign_pre_chain=shared,
-            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, renderer],
-        )
-    )
-    root = logging.getLogger()
-    root.setLevel(level.upper())
-    root.handlers[:] = [handler]
-    structlog.configure(
-        # Our own lines do not go through the standard library's records: twice the cost of a request's line.
-        processors=[*shared, renderer],
-        wrapper_class=structlog.make_filtering_bound_logger(root.level),
-        logger_factory=structlog.WriteLoggerFactory(out),
-        cache_logger_on_first_use=False,
-    )
-
-
-def get_logger(**fields: object) -> FilteringBoundLogger:
-    """Return a logger with fields bound to it; works before `setup_logging`, too."""
-    logger: FilteringBoundLogger = structlog.get_logger(**fields)
-    return logger

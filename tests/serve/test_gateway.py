@@ -271,7 +271,9 @@ async def test_two_hundred_at_once_each_get_their_own_answer(tokenizer: Tokenize
                 events = (await rig.stream(TEXT, body))[:-2]
                 return "".join(event["choices"][0]["text"] for event in events)
             del body["stream_options"]
-            return str((await rig.post(TEXT, body))[1]["choices"][0]["text"])
+            status, answer, _ = await rig.post(TEXT, body)
+            assert status == 200, answer
+            return str(answer["choices"][0]["text"])
 
         answers = await asyncio.gather(*(one(number) for number in range(200)))
         assert answers == [f"I heard: number {number}" for number in range(200)]

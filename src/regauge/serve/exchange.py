@@ -21,6 +21,7 @@ MAX_HEAD: Final = 64 << 10
 """Most bytes of an answer's headers."""
 MAX_WHOLE: Final = 64 << 20
 """Most bytes of an answer that is read as one."""
+_LONG: Final = f"its headers have over {MAX_HEAD} bytes"
 HELD: Final = 256 << 10
 """Bytes that have not been read, from which on the connection is held back."""
 
@@ -170,12 +171,15 @@ class _Wire(asyncio.Protocol):
         self._parser: httptools.HttpResponseParser
         self._headers: dict[str, str] = {}
         self._head = 0
+        """Bytes that came before the headers' end was seen."""
+        self._size = 0
+        """Bytes of the headers."""
         self._again = False
 
     def ask(self, data: bytes) -> Exchange:
         """Send a request."""
         self._parser = httptools.HttpResponseParser(self)
-        self._headers, self._head, self._again = {}, 0, False
+        self._headers, self._head, self._size, self._again = {}, 0, 0, False
         self._exchange = exchange = Exchange(self)
         self.transport.write(data)
         return exchange
@@ -203,10 +207,10 @@ class _Wire(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
-            self._end(Broken(f"no HTTP answer: {error}"))
+            self._end(Broken(f"no HTTP answer: {error.__context__ or error}"))
             return
         if not exchange.status and self._head > MAX_HEAD:
-            self._end(Broken(f"an answer's headers have over {MAX_HEAD} bytes"))
+            self._end(Broken(f"no HTTP answer: {_LONG}"))
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.dead = True
@@ -220,6 +224,9 @@ class _Wire(asyncio.Protocol):
             self._pool.remove(self)
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        self._size += len(name) + len(value)
+        if self._size > MAX_HEAD:
+            raise ValueError(_LONG)
         text = name.decode("latin-1").lower()
         given = value.decode("latin-1")
         self._headers[text] = f"{self._headers[text]}, {given}" if text in self._headers else given

@@ -83,8 +83,15 @@ class Meter:
         self._metrics.receipts_refused.inc()
         get_logger(**({REQUEST_ID: request} if request else {})).error("a receipt was not taken", **{ERROR: str(error)})
 
+    def flush(self) -> None:
+        """Wait until all that was taken is in the store. Raises StoreError."""
+        self._queue.join()
+        self._writer.flush(CLOSE_S)
+
     def close(self) -> None:
         """Write what was taken, and end. Raises StoreError for what could not be written in time."""
+        if not self._thread.is_alive():
+            return
         self._queue.put(None)
         self._thread.join(CLOSE_S)
         self._writer.close(CLOSE_S)
@@ -94,13 +101,14 @@ class Meter:
             try:
                 item = self._queue.get(timeout=LOOK_S)
             except queue.Empty:
-                self._look()
+                self.look()
                 continue
             if item is None:
                 return
             self._take(item)
+            self._queue.task_done()
             if time.monotonic() > self._looked + LOOK_S:
-                self._look()
+                self.look()
 
     def _take(self, item: Receipt | bytes) -> None:
         try:
@@ -138,7 +146,7 @@ class Meter:
                 store.close()
         return self._since.get(worker, 0)
 
-    def _look(self) -> None:
+    def look(self) -> None:
         """Make again what a gateway that was killed has lost, and tell of what does not agree."""
         self._looked = time.monotonic()
         if not self.looks:
