@@ -26,7 +26,7 @@ from regauge.testing.tiny_models import tiny_model
 
 SETTINGS = (
     "prefill_layout=fp32,page=32,hnd", "decode_layout=fp32,page=16,nhd", "prefill.pool_tokens=4096", "decode.pool_tokens=4096",
-    "transfer.lease_s=3", "limits.request_timeout_s=150", "limits.prefill_wait_s=90",
+    "transfer.lease_s=3", "limits.request_timeout_s=100", "limits.prefill_wait_s=90",
     "route.poison_kills=100", "route.retries=20", "meter.recover_s=5", "meter.collect_s=1",
 )  # fmt: skip
 """FP32 on both sides, so that a KV cache which is computed anew is the same to the last bit but for the order of sums."""
@@ -35,7 +35,11 @@ SETTINGS = (
 async def run(options: argparse.Namespace, folder: Path) -> Report:
     model = BUNDLED_MODEL if options.bundled else str(tiny_model("tiny-llama"))
     name = BUNDLED_MODEL if options.bundled else "tiny-llama"
-    counts = (f"prefill.workers={options.prefill}", f"decode.workers={options.decode}", f"gateway.processes={options.gateways}")
+    counts = (
+        f"prefill.workers={options.prefill}",
+        f"decode.workers={options.decode}",
+        f"gateway.processes={options.gateways}",
+    )
     asks = draw(options.seed, options.requests, name, longest=24 if options.bundled else 96)
     storm = Storm(options.seed, every_s=options.every)
     async with deployed(folder, model, (*SETTINGS, *counts)) as served:
@@ -46,7 +50,9 @@ def show(report: Report) -> None:
     print("\n".join(report.events))
     happened = Counter(" ".join(event.split()[2:3]) for event in report.events)
     times = sorted(got.seconds for got in report.got)
-    print(f"\n{dict(happened)} in {report.seconds:.0f} s; a client took {times[len(times) // 2]:.1f} s (median), {times[-1]:.1f} s at most")
+    print(
+        f"\n{dict(happened)} in {report.seconds:.0f} s; a client took {times[len(times) // 2]:.1f} s (median), {times[-1]:.1f} s at most"
+    )
     print_table([{"clients": name, "": count} for name, count in report.counts.items()])
     print_table([{"attempts, calm and storm": name, "": count} for name, count in sorted(report.entries.items())])
     print_table([{"tokens, calm and storm": name, "": count} for name, count in sorted(report.tokens.items())])
@@ -62,7 +68,9 @@ def main() -> int:
     parser.add_argument("--prefill", type=int, default=2)
     parser.add_argument("--decode", type=int, default=2)
     parser.add_argument("--gateways", type=int, default=1)
-    parser.add_argument("--bundled", action="store_true", help="the bundled model, with shorter answers, and not the tiny one")
+    parser.add_argument(
+        "--bundled", action="store_true", help="the bundled model, with shorter answers, and not the tiny one"
+    )
     parser.add_argument("--keep", help="folder for the log and the receipts")
     parser.add_argument("--json", action="store_true", help="also write bench/out/chaos.json")
     options = parser.parse_args()
@@ -72,7 +80,10 @@ def main() -> int:
         report = asyncio.run(run(options, folder))
     show(report)
     if options.json:
-        write_json("chaos", {"counts": report.counts, "entries": report.entries, "tokens": report.tokens, "broken": report.broken})
+        write_json(
+            "chaos",
+            {"counts": report.counts, "entries": report.entries, "tokens": report.tokens, "broken": report.broken},
+        )
     return 1 if report.broken else 0
 
 

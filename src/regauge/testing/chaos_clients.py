@@ -15,9 +15,9 @@ import msgspec
 CHAT: Final = "/v1/chat/completions"
 COMPLETIONS: Final = "/v1/completions"
 RETRY_S: Final = 0.5
-_WORDS: Final = (
+_TEXT: Final = (
     "the train waits at the border while its wagons are lifted onto other wheels and nobody aboard wakes up before noon"
-).split()
+)
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Ask:
 
 @dataclass
 class Got:
-    """What a client got; `retries` counts the times that its connection broke and it asked again."""
+    """What a client got; `retries` counts the times that it asked again."""
 
     ask: Ask
     names: list[str] = field(default_factory=list)
@@ -54,9 +54,13 @@ class Got:
     error: str = ""
     began: bool = False
     """Whether the answer's text had begun to come."""
+    broke: int = 0
+    """Times that the connection broke."""
     left: bool = False
     hung: bool = False
     retries: int = 0
+    refused: list[str] = field(default_factory=list)
+    """Names of those times that it was told 503 and asked again, as SDKs do."""
     seconds: float = 0.0
 
     @property
@@ -68,14 +72,16 @@ class Got:
 def draw(seed: int, count: int, model: str, *, longest: int = 96, leaving: float = 0.08) -> list[Ask]:
     """Return `count` clients: streamed or not, greedy or with a seed, short or long prompts of shared beginnings, stop strings, two answers, some leave."""
     rng = random.Random(seed)  # noqa: S311  # a bench
-    shared = [" ".join(rng.choices(_WORDS, k=rng.choice((24, 60, 110)))) for _ in range(4)]
+    words = _TEXT.split()
+    shared = [" ".join(rng.choices(words, k=rng.choice((24, 60, 110)))) for _ in range(4)]
     return [_draw(rng, index, model, shared, longest, leaving) for index in range(count)]
 
 
 def _draw(rng: random.Random, index: int, model: str, shared: Sequence[str], longest: int, leaving: float) -> Ask:
-    text = f"{rng.choice(shared)} {' '.join(rng.choices(_WORDS, k=rng.randint(2, 20)))}"
+    words = _TEXT.split()
+    text = f"{rng.choice(shared)} {' '.join(rng.choices(words, k=rng.randint(2, 20)))}"
     if rng.random() < 0.3:
-        text = " ".join(rng.choices(_WORDS, k=rng.randint(2, 12)))
+        text = " ".join(rng.choices(words, k=rng.randint(2, 12)))
     body: dict[str, Any] = {"model": model, "max_tokens": rng.randint(4, longest), "ignore_eos": True, "temperature": 0}
     if rng.random() < 0.4:
         body |= {"temperature": 1, "top_p": 0.9, "seed": rng.randrange(1 << 31)}
@@ -114,12 +120,15 @@ async def _client(session: aiohttp.ClientSession, url: str, ask: Ask, limit_s: f
                 got.names.append(f"{run}-{ask.index}-{got.retries}")
                 try:
                     await _ask(session, url, ask, got)
-                    break
+                    if got.status != 503:
+                        break
+                    got.refused.append(got.names[-1])
                 except (aiohttp.ClientError, ConnectionError):  # the gateway broke off: there is no answer to judge
-                    got.retries += 1
-                    got.status, got.texts, got.finishes, got.usage = 0, {}, {}, None
-                    got.error, got.began = "", False
-                    await asyncio.sleep(RETRY_S)
+                    got.broke += 1
+                got.retries += 1
+                got.status, got.texts, got.finishes, got.usage = 0, {}, {}, None
+                got.error, got.began = "", False
+                await asyncio.sleep(RETRY_S)
     except TimeoutError:
         got.hung = True
     got.seconds = time.monotonic() - began
