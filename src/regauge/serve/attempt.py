@@ -42,6 +42,8 @@ class Task:
     generated: list[int]
     sampling: SamplingParams
     meter: wire.MeterTag | None = None
+    salt: str = ""
+    """As `wire.Prefill.salt`."""
 
 
 @dataclass(eq=False)
@@ -122,6 +124,7 @@ class Attempt:
             handover=decode.continues,
             generated=task.generated,
             meter=task.meter,
+            salt=task.salt,
         )
         self.prefilled = await worker.client.prefill(body, self.deadline, self.headers)
         told(self.prefilled)
@@ -132,7 +135,7 @@ class Attempt:
         task = self.task
         senders = [] if self.prefill is None else self.prefill.client.address.senders
         body = wire.Generate(
-            task.request_id, task.transfer_id, task.token_ids, task.sampling, senders, generated=task.generated, meter=task.meter
+            task.request_id, task.transfer_id, task.token_ids, task.sampling, senders, generated=task.generated, meter=task.meter, salt=task.salt
         )  # fmt: skip
         async with aclosing(self.decode.client.generate(body, self.deadline, self.headers)) as events:
             async for event in events:
