@@ -68,7 +68,7 @@ class House:
         self._metrics = metrics
         self._choices = 0
         self._jobs: set[Guest] = set()
-        self._beside: set[asyncio.Task[None]] = set()
+        self._beside: set[asyncio.Task[Any]] = set()
         self._empty = asyncio.Event()
         self._empty.set()
 
@@ -92,7 +92,7 @@ class House:
             self._jobs.remove(job)
             self._count(-job.size)
 
-    def spawn(self, work: Coroutine[None, None, None]) -> None:
+    def spawn(self, work: Coroutine[Any, Any, Any]) -> None:
         """Run something short to its end, whatever becomes of the request that wants it."""
         task = asyncio.create_task(work)
         self._beside.add(task)

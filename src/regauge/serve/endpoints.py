@@ -55,6 +55,7 @@ class Gateway:
         self._tenants = tenants
         self._tokenizer = service.tokenizer
         self._passing = config.gateway.passthrough == "auto"
+        self._isolates = config.gateway.isolate_prefixes
         self._created = int(time.time())
         own = service.tokenizer.max_context
         engines = min(config.prefill.max_context, config.decode.max_context)
@@ -152,7 +153,8 @@ class Gateway:
     ) -> Answer | PassAnswer:
         """Answer a request here, or pass its body on."""
         body = await self._body(asking)
-        if not self._passes:
+        # Neither engine takes a salt with the Messages API: what must not be shared is put into tokens here.
+        if not self._passes or (route is passthrough.MESSAGES and self._salt(asking.tenant)):
             return await self._answer(asking, parse(body))
         asked = passthrough.read(route, body)
         if asked.alone:  # it takes several prompts' KV caches: here it is several requests, if all of it is known here
@@ -172,12 +174,17 @@ class Gateway:
         self._check_service()
         tenant = asking.tenant
         name = f"{asking.request_id}-{secrets.token_hex(4)}-0"
-        sender = Sender(name, tenant.name, tenant.priority, self._headers(asking))
+        sender = Sender(name, tenant.name, tenant.priority, self._headers(asking), self._salt(tenant))
         job = PassJob(asked, sender, self._service, asked.most or self._limits.default_max_tokens)
         asking.scope["state"]["grant"] = self._tenants.take(tenant, job.prompt_tokens + job.max_tokens)
         self._house.enter(job)
         self._service.names.add(asking.request_id, [name])
         return PassAnswer(job, asked, self._house, self._limits.request_timeout_s + SLOW_READER_S)
+
+    def _salt(self, tenant: Tenant) -> str:
+        """Return what parts this tenant's prompts from others' in prefix caches, so that nobody can find out others' prompts by how soon an answer comes."""
+        isolates = not self._tenants.open if self._isolates is None else self._isolates
+        return tenant.name if isolates else ""
 
     def _headers(self, asking: Asking) -> dict[str, str]:
         """Return the headers that go with a request to the workers."""
@@ -213,7 +220,9 @@ class Gateway:
         most = sum(len(choice.token_ids) + choice.sampling.max_tokens for choice in choices)
         asking.scope["state"]["grant"] = self._tenants.take(tenant, most)
         headers = self._headers(asking)
-        job = Job(choices, self._service, tenant=tenant.name, priority=tenant.priority, headers=headers)
+        job = Job(
+            choices, self._service, tenant=tenant.name, priority=tenant.priority, salt=self._salt(tenant), headers=headers
+        )  # fmt: skip
         writer = writer_for(
             ask,
             tokenizer=self._tokenizer,

@@ -62,7 +62,7 @@ from regauge.serve.reload import Part, Reloader
 from regauge.serve.server import GRACE_S, Server, load_chain, tls_context
 from regauge.serve.tenants import Tenants
 from regauge.serve.text import Tokenizer
-from regauge.serve.usage import UsageApi
+from regauge.serve.usage import UsageApi, used_this_month
 
 
 def build_app(
@@ -168,6 +168,8 @@ def run_gateway(spec: wire.GatewaySpec, place: Place = ALONE) -> None:
     layouts = {name: files.decode(data, format="json") for name, data in spec.layouts.items()}
 
     pools = sources(config)
+    if config.meter.store and place.number == 0:
+        tenants.count_month(used_this_month(config.meter.store))
 
     async def run() -> None:
         if config.discovery.register:

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final
@@ -32,6 +33,9 @@ class Leg(msgspec.Struct, frozen=True):
     handover: bool = False
     """Prefill: whether decode needs the first token."""
 
+
+CACHE_SALT: Final = "cache_salt"
+"""What both engines call it that prompts of unlike salts share nothing of the prefix cache."""
 
 Fields = dict[str, Any]
 Inject = Callable[[Fields, Leg, str], Fields]
@@ -59,6 +63,13 @@ def sglang(fields: Fields, leg: Leg, id_field: str = "rid") -> Fields:
 
 INJECT: Final[Mapping[EngineName, Inject]] = MappingProxyType({"vllm": vllm, "sglang": sglang})
 """The engines with an API of their own."""
+
+
+def salted(salt: str, own: bytes = b"") -> Fields:
+    """Return the salt's field, none for an empty one; `own` is the client's salt, as JSON, which parts its prompts further and from no others'."""
+    if not salt:
+        return {}
+    return {CACHE_SALT: hashlib.blake2b(own, key=salt.encode(), digest_size=16).hexdigest() if own else salt}
 
 
 def refused(params: object) -> str:

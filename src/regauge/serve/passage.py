@@ -92,6 +92,8 @@ class Passage:
     headers: Mapping[str, str]
     """For the engines; none of the client's but what the gateway has checked."""
     drop: Callable[[EngineClient, str], None]
+    salt: str = ""
+    """As `wire.Prefill.salt`."""
     told: Callable[[int], None] = lambda _: None
     """Is told the tokens of the prompt that prefill had cached, as soon as it has delivered."""
     head: Head | None = None
@@ -266,7 +268,7 @@ class Passage:
             own["X-Override-Rid"] = (
                 self._name + RID_END
             )  # heard by an SGLang with SGLANG_ENABLE_REQUEST_HEADER_OVERRIDES
-        path, body = self.asked.route.path, self.asked.to(client.address.engine, leg)
+        path, body = self.asked.route.path, self.asked.to(client.address.engine, leg, self.salt)
         return Errand(client, client.call("POST", path, self.deadline, body, own), self._moved, whole=whole)
 
 

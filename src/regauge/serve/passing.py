@@ -49,6 +49,8 @@ class Sender(msgspec.Struct, frozen=True):
     tenant: str
     priority: int
     headers: Mapping[str, str]
+    salt: str = ""
+    """As `wire.Prefill.salt`."""
 
 
 class PassJob:
@@ -76,7 +78,8 @@ class PassJob:
         text = prompt_bytes(asked)
         self.prompt_tokens = max(len(text) // BYTES_PER_TOKEN, 1)
         """Estimated."""
-        blocks = hash_bytes(text, fleet.router.config.block_tokens * BYTES_PER_TOKEN)
+        salt = sender.salt.encode() + b"\0" + asked.salt if asked.salt else sender.salt.encode()
+        blocks = hash_bytes(text, fleet.router.config.block_tokens * BYTES_PER_TOKEN, salt)
         alone = frozenset(worker.client.name for worker in fleet.of("prefill")) if asked.alone else frozenset[str]()
         request = Request(
             sender.request_id, sender.tenant, service.model, self.prompt_tokens, blocks, max_tokens, sender.priority, exclude=alone
@@ -149,7 +152,7 @@ class PassJob:
         prefill = None if route.prefill is None else fleet.workers[route.prefill]
         return Passage(
             self._asked, name, room.new_transfer(), None if prefill is None else _client(prefill), _client(fleet.workers[route.decode]),
-            self._deadline, self._sender.headers, self._drop, self._prefilled,
+            self._deadline, self._sender.headers, self._drop, self._sender.salt, self._prefilled,
         )  # fmt: skip
 
     def _drop(self, client: EngineClient, name: str) -> None:

@@ -33,6 +33,7 @@ from regauge.serve.fleet import Fleet
 from regauge.serve.lives import settled
 from regauge.serve.metering import Meter
 from regauge.serve.names import Names
+from regauge.serve.openai import ApiError
 from regauge.serve.replies import Delta, PromptDetails, Usage
 from regauge.serve.text import Tokenizer
 
@@ -64,7 +65,8 @@ class Tally:
 
     arrived: float
     completion_tokens: int = 0
-    cached_tokens: dict[int, int] = field(default_factory=dict)
+    cached_tokens: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Of each prompt: the first choice that has told, and what was cached."""
     wire_bytes: int = 0
     mode: str | None = None
     path: str | None = None
@@ -84,12 +86,21 @@ class Job:
     """The choices of one client request, merged into one stream of deltas; `close` it, whatever happened."""
 
     def __init__(
-        self, choices: Sequence[Choice], service: Service, *, tenant: str, priority: int = 0, headers: Mapping[str, str]
+        self,
+        choices: Sequence[Choice],
+        service: Service,
+        *,
+        tenant: str,
+        priority: int = 0,
+        salt: str = "",
+        headers: Mapping[str, str],
     ) -> None:
+        """`salt`: whose prompts alone may share this one's prefix in caches; empty: everybody's without one."""
         self.choices = choices
         self.tally = Tally(time.monotonic())
         self.tenant = tenant
         self.priority = priority
+        self.salt = salt
         self.headers = headers
         self.deadline = asyncio.get_running_loop().time() + service.limit_s
         self._service = service
@@ -99,8 +110,8 @@ class Job:
 
     async def deltas(self) -> AsyncGenerator[list[Delta], None]:
         """Start the choices and yield their deltas, as many as there are at a time. Raises what ended a choice."""
-        for choice in self.choices:
-            task = asyncio.create_task(self._run(choice))
+        for run in self._place():
+            task = asyncio.create_task(run.run())
             self._tasks.add(task)
             task.add_done_callback(self._ended)
         still_open = len(self.choices)
@@ -147,15 +158,26 @@ class Job:
         """Return the tokens so far; a prompt counts once."""
         prompts = {choice.prompt: len(choice.token_ids) for choice in self.choices}
         prompt, completion = sum(prompts.values()), self.tally.completion_tokens
-        cached = PromptDetails(sum(self.tally.cached_tokens.values()))
+        cached = PromptDetails(sum(tokens for _, tokens in self.tally.cached_tokens.values()))
         return Usage(prompt, completion, prompt + completion, cached)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
             self._queue.put_nowait(error)
 
-    async def _run(self, choice: Choice) -> None:
-        await _Run(choice, self, self._service).run()
+    def _place(self) -> list[_Run]:
+        """Place all choices, or none. Raises ApiError for what is not taken: nobody has begun then."""
+        placed: list[_Run] = []
+        try:
+            for choice in self.choices:
+                run = _Run(choice, self, self._service)
+                run.place()
+                placed.append(run)
+        except ApiError:
+            for run in placed:
+                run.withdraw()
+            raise
+        return placed
 
 
 class _Run:
@@ -169,19 +191,30 @@ class _Run:
         self._seed = choice.sampling.seed
         self._complete = False
         fleet = service.fleet
-        blocks = hash_blocks(choice.token_ids, fleet.router.config.block_tokens)
+        blocks = hash_blocks(choice.token_ids, fleet.router.config.block_tokens, job.salt.encode())
         request = Request(
             choice.request_id, job.tenant, service.model, len(choice.token_ids), blocks, choice.sampling.max_tokens, job.priority
         )  # fmt: skip
         self._life = Life(request, fleet.router, until=job.deadline, wait_s=service.wait_s)
         self._resumes = ""
         """The attempt that this one goes on from."""
+        self._placed: Start | None = None
+
+    def place(self) -> None:
+        """Find a place for the first attempt. Raises ApiError where there is none."""
+        step = self._life.begin(self._now())
+        if isinstance(step, Stop):
+            assert step.refusal is not None  # noqa: S101  # nothing else stops what has not begun
+            raise refused(step.refusal, self._service.fleet.fault())
+        self._placed = step
+
+    def withdraw(self) -> None:
+        """Give the place back: nothing will begin."""
+        self._life.finished(self._now(), "cancelled")
 
     async def run(self) -> None:
         """Try until the answer is complete. Raises what ended it."""
-        step: Action = self._life.begin(self._now())
-        if isinstance(step, Stop) and step.refusal is not None:
-            raise refused(step.refusal, self._service.fleet.fault())
+        step: Action | None = self._placed
         while isinstance(step, Start | Resume):
             attempt = self._attempt(step)
             try:
@@ -206,7 +239,7 @@ class _Run:
             step.request.id, room.new_transfer(), choice.token_ids, list(self._text.tokens),
             msgspec.structs.replace(choice.sampling, seed=self._seed),
             wire.MeterTag(self._job.tenant, route.prefill or "", route.decode, route.header, self._resumes)
-            if self._service.meter is not None else None,
+            if self._service.meter is not None else None, self._job.salt,
         )  # fmt: skip
         prefill = None if route.prefill is None else fleet.workers[route.prefill]
         return Attempt(
@@ -215,7 +248,7 @@ class _Run:
 
     async def _try(self, attempt: Attempt) -> None:
         """Run an attempt to the answer's end."""
-        await attempt.run(partial(self._take, attempt), self._prefilled)
+        await attempt.run(partial(self._take, attempt), partial(self._prefilled, attempt))
         if not self._complete and attempt.finish is not None:
             self._finish(self._text.end(attempt.finish.reason))
         self._arrived(attempt)
@@ -229,6 +262,8 @@ class _Run:
             self._seed = self._seed if event.seed is None else event.seed
         if not text.count:
             text.ttft_s = time.monotonic() - tally.arrived
+        if attempt.delivered == 1:
+            self._cached(attempt)
         delta = text.push(event)
         tally.completion_tokens += 1
         if delta is not None and delta.finish is None:
@@ -238,10 +273,16 @@ class _Run:
             return False
         return True
 
-    def _prefilled(self, reply: wire.Prefilled) -> None:
-        if not self._resumes:
-            self._job.tally.cached_tokens.setdefault(self._choice.prompt, reply.cached_tokens)
-        self._life.prefilled(self._now(), reply.cached_tokens, reply.computed_tokens, reply.prefill_seconds)
+    def _cached(self, attempt: Attempt) -> None:
+        """Note what the client is told to have been cached: what is charged, of the attempt that gave the first token."""
+        choice, told = self._choice, self._job.tally.cached_tokens
+        first, _ = told.get(choice.prompt, (choice.index, 0))
+        if attempt.cached is not None and not self._resumes and first == choice.index:
+            told[choice.prompt] = (first, attempt.cached)
+
+    def _prefilled(self, attempt: Attempt, reply: wire.Prefilled) -> None:
+        self._cached(attempt)
+        self._life.prefilled(self._now(), reply.cached_tokens, reply.computed_tokens)
 
     def _arrived(self, attempt: Attempt) -> None:
         event, tally = attempt.arrival, self._job.tally
@@ -270,12 +311,17 @@ class _Run:
         step = life.failure(kind, worker, role, now, generated=attempt.delivered)
         if self._done(attempt):
             life.finished(now)
+            attempt.lost.add("decode")
             self._end(attempt, "complete")
             return Stop("exhausted", "the answer is complete")
         try:
             found = await settled(step, life, fleet, kind, error)
         except RegaugeError:
             self._end(attempt, "failed")
+            raise
+        except asyncio.CancelledError:  # the client went away meanwhile, with what had been delivered
+            life.finished(self._now(), "cancelled")
+            self._end(attempt, "resumed" if attempt.delivered else "failed")
             raise
         self._end(attempt, "resumed" if attempt.delivered else "failed")
         if attempt.delivered:
@@ -317,13 +363,18 @@ class _Run:
         if outcome == "cancelled" and not self._complete:
             self._life.finished(self._now(), "cancelled")
         meter, tag = self._service.meter, attempt.task.meter
-        if meter is None or tag is None:
-            return
-        try:
-            meter.say(words.receipt(attempt, tag, outcome, by=meter.name, model=meter.model))
-        except ReceiptError as error:
-            meter.refused(error, attempt.task.request_id)
-        meter.heard(words.said(attempt))
+        if meter is not None and tag is not None:
+            self._service.spawn(_account(meter, attempt, tag, outcome))
 
     def _now(self) -> float:
         return self._service.fleet.now()
+
+
+async def _account(meter: Meter, attempt: Attempt, tag: wire.MeterTag, outcome: Outcome) -> None:
+    """Leave an attempt's receipts, once the workers that were told to drop it have given theirs, or are known to have none."""
+    meter.heard(words.said(attempt))
+    meter.heard(await asyncio.gather(*attempt.drops))
+    try:
+        meter.say(words.receipt(attempt, tag, outcome, by=meter.name, model=meter.model))
+    except ReceiptError as error:
+        meter.refused(error, attempt.task.request_id)
