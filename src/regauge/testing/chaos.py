@@ -32,8 +32,13 @@ READY_S: Final = 240.0
 SETTLED_S: Final = 60.0
 BILLED_S: Final = 150.0
 """Until receipts that a killed gateway has lost are made again: where a worker has lost its own as well, once no request can be under way."""
+LOSSLESS: Final = (
+    "prefill_layout=fp32,page=32,hnd", "decode_layout=fp32,page=16,nhd", "prefill.pool_tokens=4096", "decode.pool_tokens=4096",
+    "transfer.lease_s=3", "route.poison_kills=100", "route.retries=20", "meter.recover_s=5", "meter.collect_s=1",
+)  # fmt: skip
+"""Settings of a storm. FP32 on both sides, so that a KV cache which is computed anew is the same but for the order of sums. Workers die at random: that two die
+with one request in hand says nothing of it, so `poison_kills` and `retries` are raised."""
 _NAME: Final = re.compile(r"(?P<name>.+)-[0-9a-f]+-(?P<choice>\d+)(\.\d+)?")
-_SUCCESS: Final = ("agreed", "void")
 
 
 @dataclass(frozen=True)
