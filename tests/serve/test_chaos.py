@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.model, pytest.mark.process, pytest.mark.timeout(420)]
 async def test_answers_receipts_and_pools_come_through_a_storm(tmp_path: Path) -> None:
     asks = draw(5, 30, "tiny-llama", longest=48)
     settings = (*LOSSLESS, "prefill.workers=1", "decode.workers=2", "limits.request_timeout_s=60")
-    storm = Storm(5, every_s=2.0, stops_s=(1.0, 2.0), never=0, gateway_at_s=3.0)
+    storm = Storm(5, every_s=2.0, stops_s=(1.0, 2.0), never=0, most=2, gateway_at_s=3.0)
     async with deployed(tmp_path, str(tiny_model("tiny-llama")), settings) as served:
         report = await ride(served, asks, storm, at_once=8, limit_s=120)
     assert not report.broken, "\n".join([*report.events, *report.broken])

@@ -51,6 +51,8 @@ class Storm:
     stops_s: tuple[float, float] = (1.0, 9.0)
     never: int = 1
     """So many of those that stand still do so until the clients are done; then they are killed."""
+    most: int = 1_000
+    """Strikes, the gateway's not counted."""
     gateway_at_s: float | None = 20.0
     """When the gateway is killed; None: it is not."""
 
@@ -149,6 +151,7 @@ async def weather(served: Deployed, storm: Storm, events: list[str], over: async
     """Kill and stop processes until `over`; then nothing stands still any more."""
     rng, began = random.Random(storm.seed), time.monotonic()  # noqa: S311  # a bench
     wakes: list[tuple[float, str, int]] = []
+    strikes = 0
     never, gateway, next_at = storm.never, storm.gateway_at_s, began + storm.every_s / 2
     while not over.is_set():
         with contextlib.suppress(TimeoutError):
@@ -161,14 +164,14 @@ async def weather(served: Deployed, storm: Storm, events: list[str], over: async
         if gateway is not None and now >= began + gateway:
             gateway = None
             _signal(served.pids()["gateway0"], signal.SIGKILL, "gateway", events, began)
-        if now < next_at:
+        if now < next_at or strikes >= storm.most:
             continue
         next_at = now + storm.every_s * rng.uniform(0.5, 1.5)
         names = sorted(name for name in served.pids() if not name.startswith("gateway"))
         name, draw, stands = rng.choice(names), rng.random(), rng.uniform(*storm.stops_s)
         if name in {wake[1] for wake in wakes} or name not in served.pids():
             continue
-        pid = served.pids()[name]
+        pid, strikes = served.pids()[name], strikes + 1
         if draw >= storm.stop_share:
             _signal(pid, signal.SIGKILL, name, events, began)
         else:
