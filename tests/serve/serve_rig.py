@@ -32,6 +32,7 @@ from regauge.serve import wire
 from regauge.serve.discovery import Source
 from regauge.serve.fleet import Fleet, dialer
 from regauge.serve.gateway import build_app
+from regauge.serve.metering import Meter
 from regauge.serve.pairing import Pairs
 from regauge.serve.server import Server, listen
 from regauge.serve.tenants import Tenants
@@ -364,10 +365,11 @@ async def open_rig(
     others: Sequence[str] = (),
     route: RouteConfig | None = None,
     meter: MeterConfig | None = None,
+    billing: Meter | None = None,
 ) -> AsyncIterator[Rig]:
     """`prefill_at`, `decode_at`: workers of another kind, in place of the rig's own; `pools`: from them alone the gateway learns of workers.
 
-    `others`: names of more workers, as `decode-1`.
+    `others`: names of more workers, as `decode-1`. `billing` takes the gateway's receipts; the workers make none.
     """
     rails: dict[str, asyncio.Future[None]] = {}
     prefill = EchoWorker("prefill-0", "prefill", tokenizer, rails)
@@ -389,7 +391,9 @@ async def open_rig(
         config = ServeConfig(
             limits=limits or LimitsConfig(request_timeout_s=WAIT_S, prefill_wait_s=0), meter=meter or MeterConfig()
         )
-        app = build_app(config, tokenizer, fleet, metrics, model=MODEL, tenants=tenants, pools=pools or ())
+        app = build_app(
+            config, tokenizer, fleet, metrics, model=MODEL, tenants=tenants, meter=billing, pools=pools or ()
+        )
         listener = listen("127.0.0.1", 0)
         port = listener.getsockname()[1]
         server = Server(app, grace_s, rules=rules)

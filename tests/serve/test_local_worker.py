@@ -86,6 +86,8 @@ async def test_decode_computes_a_prompt_itself_and_finds_it_in_its_cache_next_ti
             )
             assert not [event for event in events if isinstance(event, wire.TransferEvent)]
             assert tokens(events) == alone(LONG, sampling())
+            firsts = [event.cached_tokens for event in events if isinstance(event, wire.TokenEvent)][:2]
+            assert firsts == [cached, None], "known before anybody can end it"
             [word] = verified(tmp_path, end(events).receipt)
             assert (word.cached, word.computed, word.prompt) == (cached, 150 - cached, 150)
             assert (word.transferred, word.wire_bytes, word.prefill, word.generated) == (0, {}, "", 12)
