@@ -70,11 +70,14 @@ class Limits:
         return cls(deadline(request, config), inf if free or tpot is None else tpot * share(request))
 
 
-def choose(made: Sequence[Estimate], limits: Limits, ratio: float) -> Estimate | Refusal:
+def choose(made: Sequence[Estimate], limits: Limits, ratio: float, now: float) -> Estimate | Refusal:
     """Return the first placement that keeps the limits, or why none does."""
     fits = [one for one in made if _tpot_fits(one, limits.tpot_s)]
     for one in fits:
         if _in_time(one, limits.ttft_s, ratio):
+            return one
+    for one in fits:
+        if one.computer.wanted(now):
             return one
     if not fits:
         return _slow(made, limits.tpot_s)
@@ -89,9 +92,7 @@ def choose(made: Sequence[Estimate], limits: Limits, ratio: float) -> Estimate |
 
 
 def _in_time(one: Estimate, limit_s: float, ratio: float) -> bool:
-    if limit_s < inf and one.computer.guessed:
-        return one.computer.empty
-    return one.ttft_s * ratio <= limit_s
+    return limit_s == inf or (one.ttft_s * ratio <= limit_s and not one.computer.guessed)
 
 
 def _tpot_fits(one: Estimate, limit_s: float) -> bool:
