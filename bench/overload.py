@@ -1,6 +1,6 @@
 """Three times what a deployment can do, and what becomes of those who ask.
 
-    .venv/bin/python bench/overload.py [--seconds 60] [--deadline 4] [--json]
+    .venv/bin/python bench/overload.py [--seconds 60] [--deadline 3] [--json]
 
 `regauge serve` with a prefill and a decode worker of its own and `route.ttft_s`. First its capacity, by clients that each ask again as soon as they are answered; then three
 times as many requests a second, whoever has been answered or not (Poisson, seeded), for `--seconds`; then half of the capacity. Every prompt is new. Promised:
@@ -36,7 +36,7 @@ from harness import percentile, print_table, write_json
 from regauge.serve.launch import free_ports
 from serve import wait
 
-TOKENS: Final = 320
+TOKENS: Final = 32
 ANSWER: Final = 8
 CLIENTS: Final = 4
 WARM_S, CLOSED_S, AFTER_S = 5.0, 20.0, 20.0
@@ -191,7 +191,7 @@ def verdict(loaded: list[Asked], came: list[Asked], recovered: float | None, dea
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=60.0, help="how long the overload lasts")
-    parser.add_argument("--deadline", type=float, default=4.0, help="route.ttft_s")
+    parser.add_argument("--deadline", type=float, default=3.0, help="route.ttft_s")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", action="store_true", help="also write bench/out/overload.json")
     options = parser.parse_args()
