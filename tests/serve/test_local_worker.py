@@ -268,7 +268,7 @@ async def test_without_a_tag_there_is_no_receipt(tmp_path: Path) -> None:
 
 
 async def test_its_speed_is_known_before_the_first_request_and_nothing_else_is_left_of_that(tmp_path: Path) -> None:
-    async with workers(tmp_path, PAIR) as w:
+    async with workers(tmp_path, {"p": ("prefill", PLAIN)}) as w:
         before = w["p"].health()
         assert before.prefill_tokens_per_s == 0
         await w["p"].core.measure()

@@ -96,10 +96,7 @@ class Nic:
         total, shared = sum(rests), 0.0
         if drained < total:
             keep = 1 - drained / total
-            if max(rests) * keep <= size:
-                shared = total * keep
-            else:
-                shared = sum([min(rest * keep, size) for rest in rests])
+            shared = total * keep if max(rests) * keep <= size else sum([min(rest * keep, size) for rest in rests])
         landed = begin + (size + foreign + shared) / rate
         return max(landed, complete + TAIL_S), shared / rate
 

@@ -231,7 +231,7 @@ class Router:
         if not made:
             return self._no_pair(request, view)
         ratio = self.correction.factor(now)
-        chosen = admission.choose(made, Limits.of(request, self.config), ratio, now)
+        chosen = admission.choose(made, Limits.of(request, self.config), self.correction.careful(now), now)
         if isinstance(chosen, Refusal):
             return chosen
         tpot_limit = self.config.tpot_s if request.tpot_s is None else request.tpot_s
