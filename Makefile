@@ -7,7 +7,7 @@ VLLM := .venv-vllm
 SGLANG := .venv-sglang
 ARGS ?=
 
-.PHONY: serve test test-planes test-transports test-vllm test-sglang test-mixed test-postgres test-etcd bench bench-vllm bench-sglang gpu check format clean
+.PHONY: serve test test-planes test-transports test-vllm test-sglang test-mixed test-postgres test-etcd bench bench-overload bench-vllm bench-sglang gpu check format clean
 
 serve: $(READY)  ## a real small model, served across a prefill and a decode process
 	$(BIN)/regauge serve $(ARGS)
@@ -51,6 +51,9 @@ bench: $(READY)  ## every measured claim, in some hours; for the whole table of 
 	$(BIN)/python bench/serve.py
 	$(BIN)/regauge bench accuracy
 	$(BIN)/regauge bench conformance
+
+bench-overload: $(READY)  ## three times what a deployment can do: who is in time, who is told to come again, and how soon all is well; 3 minutes
+	$(BIN)/python bench/overload.py $(ARGS)
 
 bench-vllm: $(VLLM)/.ready  ## time to the first token of two vLLM engines, against one and against vLLM's own connector: some 25 minutes
 	$(VLLM)/bin/python bench/vllm_pair.py $(ARGS)

@@ -99,3 +99,10 @@ def test_where_converted_models_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert cache_dir() == tmp_path / "regauge"
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert cache_dir() == Path.home() / ".cache" / "regauge"
+
+
+@pytest.mark.parametrize(
+    "path", sorted((Path(__file__).parents[1] / "docs").rglob("*.toml")), ids=lambda path: path.name
+)
+def test_the_configurations_in_the_docs_can_be_read(path: Path) -> None:
+    load(path)

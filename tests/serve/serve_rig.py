@@ -22,6 +22,7 @@ from hypothesis import settings
 
 from regauge.config import LimitsConfig, Role, ServeConfig
 from regauge.config_gateway import GatewayConfig
+from regauge.config_meter import MeterConfig
 from regauge.config_route import RouteConfig
 from regauge.move.protocol import TransferState
 from regauge.move.state import LinkState, PoolState, Totals, WorkerState, bounded, shown
@@ -364,6 +365,7 @@ async def open_rig(
     pools: Sequence[Source] | None = None,
     others: Sequence[str] = (),
     route: RouteConfig | None = None,
+    meter: MeterConfig | None = None,
 ) -> AsyncIterator[Rig]:
     """`prefill_at`, `decode_at`: workers of another kind, in place of the rig's own; `pools`: from them alone the gateway learns of workers.
 
@@ -387,7 +389,7 @@ async def open_rig(
             pairs=Pairs(given=wire.VerdictInfo("CONVERT")), policy=policy or HealthPolicy(period_s=0.05),
         )  # fmt: skip
         limits = limits or LimitsConfig(request_timeout_s=WAIT_S, prefill_wait_s=0)
-        config = ServeConfig(limits=limits, gateway=rules or GatewayConfig())
+        config = ServeConfig(limits=limits, gateway=rules or GatewayConfig(), meter=meter or MeterConfig())
         app = build_app(config, tokenizer, fleet, metrics, model=MODEL, tenants=tenants, pools=pools or ())
         listener = listen("127.0.0.1", 0)
         port = listener.getsockname()[1]

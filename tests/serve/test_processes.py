@@ -193,40 +193,46 @@ async def test_transfers_links_and_pools_can_be_looked_at_while_a_prompt_crosses
 
 
 @pytest.mark.anyio
-async def test_a_prefill_worker_that_dies_is_started_again_and_its_request_too(
+async def test_a_prefill_worker_that_dies_is_started_again_and_decode_computes_meanwhile(
     served: Served, client: aiohttp.ClientSession
 ) -> None:
     asked = await long_prompt(served, client)
     os.kill(served.pid("prefill-0"), signal.SIGKILL)
     reply = await asked
-    assert reply.status == 200, await reply.text()
-    waits = r"the request waits for prefill, to begin again.*error='prefill worker prefill-0 is lost"
-    assert re.search(waits, served.text())
+    assert (reply.status, reply.headers["x-regauge-path"]) == (200, "NONE"), await reply.text()
+    assert re.search(r"the request goes on elsewhere.*error='prefill worker prefill-0 is lost", served.text())
     await comes_back(served, client, "prefill-0")
 
 
 @pytest.mark.anyio
-async def test_a_decode_worker_that_dies_mid_stream_ends_the_stream_with_its_name(
+async def test_an_answer_whose_decode_worker_dies_goes_on_when_it_is_back(
     served: Served, client: aiohttp.ClientSession
 ) -> None:
-    body = chat(stream=True, max_tokens=400, ignore_eos=True)
+    body = chat(max_tokens=60, temperature=0, ignore_eos=True)
     async with client.post(f"{served.url}/v1/chat/completions", json=body) as answer:
+        whole = (await answer.json())["choices"][0]["message"]["content"]
+    async with client.post(f"{served.url}/v1/chat/completions", json={**body, "stream": True}) as answer:
         events = stream(answer)
-        await anext(events)
+        first = await anext(events)
         os.kill(served.pid("decode-0"), signal.SIGKILL)
-        killed = time.monotonic()
         rest = [event async for event in events]
-    assert "decode-0" in rest[-1]["error"]["message"]
-    assert time.monotonic() - killed < 10
+    assert "".join(event["choices"][0]["delta"].get("content", "") for event in [first, *rest]) == whole
+    assert re.search(r"the request waits for another worker.*error='decode worker decode-0 is lost", served.text())
     await comes_back(served, client, "decode-0")
 
 
 async def long_prompt(served: Served, client: aiohttp.ClientSession) -> asyncio.Task[aiohttp.ClientResponse]:
     """Ask something whose prefill takes seconds; return when it is being computed."""
-    body = chat(text="word " * 1500, max_tokens=5)
+    body = chat(text=f"{time.monotonic_ns()} " + "word " * 1500, max_tokens=5)  # nothing of it is cached
     asked = asyncio.create_task(client.post(f"{served.url}/v1/chat/completions", json=body).__aenter__())
     await until(lambda: busy(client, served, "prefill-0"), 20, "a running prefill")
     return asked
+
+
+async def states_of(served: Served, client: aiohttp.ClientSession) -> dict[str, Any]:
+    """What each worker says of its transfers, by role."""
+    async with client.get(f"{served.url}/debug/transfers") as answer:
+        return {worker["role"]: worker["state"] for worker in (await answer.json())["workers"]}
 
 
 async def comes_back(served: Served, client: aiohttp.ClientSession, name: str) -> None:
@@ -251,13 +257,11 @@ async def test_a_frozen_prefill_worker_costs_a_bounded_time(served: Served, clie
     stopped = time.monotonic()
     try:
         reply = await asked
-        assert reply.status in (502, 503)
-        async with client.get(f"{served.url}/debug/transfers") as answer:
-            frozen, decode = (worker["state"] for worker in (await answer.json())["workers"])
-        assert frozen is None, "a process that stands still answers nothing, and holds up nobody"
-        assert sum(decode["totals"]["failed"].values()) >= 1
-        assert "prefill-0" in (await reply.json())["error"]["message"]
-        assert time.monotonic() - stopped < 40
+        assert (reply.status, reply.headers["x-regauge-path"]) == (200, "NONE"), await reply.text()
+        states = await states_of(served, client)
+        assert states["prefill"] is None, "a process that stands still answers nothing, and holds up nobody"
+        assert sum(states["decode"]["totals"]["failed"].values()) >= 1
+        assert time.monotonic() - stopped < 60
     finally:
         os.kill(pid, signal.SIGCONT)
     await until(lambda: ready(client, served), 60, "the worker's return")

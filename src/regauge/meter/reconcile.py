@@ -10,13 +10,15 @@
 The gateway speaks of every request. It names the workers, and those must speak: prefill unless decode computed the prompt itself, decode
 unless it was lost (`resumed`), neither where the gateway says that it cannot (`silent`); the entry says so, too. Of a void request nobody else must.
 
+A side that was lost, as the gateway says, and speaks after all counts if it saw its part to the end, and else is not compared.
+
 What the client did not wait for may differ: where the gateway did not see a request to its end, decode may have generated more than was
 delivered. What counts is what was.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, Final, Literal
 
 import msgspec
@@ -100,12 +102,13 @@ def reconcile(arrivals: Iterable[Arrival], *, grace_s: float = GRACE_S, skew_s: 
     first = next(iter(receipts.values()))
     gateway = receipts.get("gateway")
     void = gateway is not None and _void(gateway)
-    differences = (*_contradictions(sides), *_differences(receipts, void=void, skew_us=int(skew_s * 1e6)))
+    compared = {side: r for side, r in receipts.items() if not _came_late(side, r, gateway)}
+    differences = (*_contradictions(sides), *_differences(compared, void=void, skew_us=int(skew_s * 1e6)))
     missing = _missing(receipts, void=void)
     ended_us = max(r.ended_us for r in receipts.values())
     late = tuple(side for side, at_us in firsts.items() if at_us is not None and at_us > ended_us + int(grace_s * 1e6))
-    known: dict[str, Any] = {name: _first(receipts, name, "") for name in _NAMES if name != "digest"}
-    known |= {name: _first(receipts, name, 0) for name in _COUNTS}
+    known: dict[str, Any] = {name: _first(compared, name, "") for name in _NAMES if name != "digest"}
+    known |= {name: _first(compared, name, 0) for name in _COUNTS}
     known["wire_bytes"] = known["wire_bytes"] or {}
     return Entry(
         request=first.request,
@@ -123,12 +126,24 @@ def reconcile_all(arrivals: Iterable[Arrival], *, grace_s: float = GRACE_S, skew
     return [reconcile(requests[name], grace_s=grace_s, skew_s=skew_s) for name in sorted(requests)]
 
 
-def recover(entry: Entry, receipts: Mapping[Side, Receipt], by: str) -> Receipt | None:
+def recover(
+    entry: Entry, receipts: Mapping[Side, Receipt], by: str, dumb: Collection[str] = frozenset()
+) -> Receipt | None:
     """Return the gateway's receipt, lost with its process, as the workers' receipts have it; None where they do not suffice.
 
     They must agree, decode's must be there, and they must name the tenant. Prefill's is needed if decode names a prefill worker. It is for the
     gateway `by` to sign. What it says is decode's word: tokens that the client never saw are among them where it went away.
+
+    Where decode did not come to its end, nobody knows what the client got, and the request has failed with its gateway: it is void.
+    Likewise if who lacks are workers in `dumb`, which have been asked since and have no receipt of it.
     """
+    if _ended_with_gateway(entry, receipts, dumb):
+        return Receipt(
+            request=entry.request, side="gateway", by=by, tenant=entry.tenant, model=entry.model, route=entry.route,
+            prefill=entry.prefill, decode=entry.decode, began_us=min(r.began_us for r in receipts.values()),
+            ended_us=max(r.ended_us for r in receipts.values()), outcome="failed", resumes=entry.resumes, recovered=True,
+            prompt=entry.prompt, cached=0, computed=0, generated=0,
+        )  # fmt: skip
     decode, prefill = receipts.get("decode"), receipts.get("prefill")
     knows = prefill if decode is not None and decode.prefill else decode
     if entry.missing != ("gateway",) or entry.status != "missing" or decode is None or knows is None:
@@ -142,6 +157,20 @@ def recover(entry: Entry, receipts: Mapping[Side, Receipt], by: str) -> Receipt 
         ended_us=max(r.ended_us for r in ends), outcome="complete", resumes=entry.resumes, recovered=True,
         prompt=entry.prompt, cached=knows.cached, computed=knows.computed, generated=decode.generated,
     )  # fmt: skip
+
+
+def _ended_with_gateway(entry: Entry, receipts: Mapping[Side, Receipt], dumb: Collection[str]) -> bool:
+    if "gateway" not in entry.missing or not entry.tenant:
+        return False
+    named = {"prefill": entry.prefill, "decode": entry.decode}
+    others = [side for side in entry.missing if side != "gateway"]
+    if others:
+        return all(named[side] in dumb for side in others)
+    return "decode" in receipts and receipts["decode"].outcome != "complete"
+
+
+def _came_late(side: Side, receipt: Receipt, gateway: Receipt | None) -> bool:
+    return gateway is not None and side in gateway.silent and receipt.outcome != "complete"
 
 
 def _by_side(arrivals: Iterable[Arrival]) -> tuple[dict[Side, list[Receipt]], dict[Side, int | None]]:

@@ -7,7 +7,7 @@ already changes nothing; another under the same request and side is kept beside 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, Final, Literal, NamedTuple
 
 import msgspec
@@ -194,13 +194,13 @@ class Store:
         rows = self._database.execute("SELECT signer, MAX(ended_us) FROM receipts GROUP BY signer ORDER BY signer")
         return {signer: int(ended) for signer, ended in rows}
 
-    def recover(self, request: str, by: str) -> Receipt | None:
+    def recover(self, request: str, by: str, dumb: Collection[str] = frozenset()) -> Receipt | None:
         """Return the gateway's lost receipt of a request, to be signed and added; see `reconcile.recover`. Raises StoreError."""
         arrivals = self._arrivals(request)
         if not arrivals:
             return None
         sides: dict[Side, Receipt] = {a.receipt.side: a.receipt for a in arrivals}
-        return reconcile.recover(reconcile.reconcile(arrivals), sides, by)
+        return reconcile.recover(reconcile.reconcile(arrivals), sides, by, dumb)
 
     def _arrivals(self, request: str) -> list[Arrival]:
         rows = self._database.execute("SELECT body, received_us FROM receipts WHERE request = ?", (request,))

@@ -14,10 +14,12 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from regauge.config import Role
 from regauge.engines.local.sampling import SamplingParams
 from regauge.errors import RegaugeError
 from regauge.observe import ERROR, REQUEST_ID, WORKER, get_logger
 from regauge.serve import wire
+from regauge.serve.client import WorkerClient
 from regauge.serve.connection import WorkerLost
 from regauge.serve.failures import cause, errors, good, is_symptom
 from regauge.serve.workers import Worker
@@ -25,7 +27,7 @@ from regauge.serve.workers import Worker
 SETTLE_S: Final = 0.5
 """After one leg's end, seconds to wait for the other's: a failed transfer is often the other worker's death."""
 
-Spawn = Callable[[Coroutine[None, None, None]], None]
+Spawn = Callable[[Coroutine[Any, Any, Any]], None]
 Take = Callable[[wire.TokenEvent], bool]
 """Takes a token; returns whether more are wanted."""
 Prefilled = Callable[[wire.Prefilled], None]
@@ -67,6 +69,12 @@ class Attempt:
     finish: wire.FinishEvent | None = None
     whole: bool = False
     """Whether both workers have come to their good end by themselves."""
+    cached: int | None = None
+    """Tokens of the prompt that were cached, as far as the workers have told."""
+    lost: set[Role] = field(default_factory=set)
+    """Workers that died with it in hand, or had no receipt to give when they were told to drop it."""
+    drops: list[asyncio.Future[str]] = field(default_factory=list)
+    """Of each worker that was told to drop it: the receipt that it gave, or nothing."""
 
     async def run(self, take: Take, told: Prefilled) -> None:
         """Have the choice computed; each token goes to `take`. Raises what ended it: WorkerLost, WorkerError, RequestTimeout, ProtocolError."""
@@ -78,6 +86,20 @@ class Attempt:
         finally:
             self.ended = time.time()
 
+    def _drop(self, worker: Worker) -> None:
+        line: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.drops.append(line)
+        self.spawn(self._dropping(worker, line))
+
+    async def _dropping(self, worker: Worker, line: asyncio.Future[str]) -> None:
+        given = ""
+        try:
+            given = await abort(worker, self.task.request_id)
+        finally:
+            if not given:
+                self.lost.add(worker.client.role)
+            line.set_result(given)
+
     async def _alone(self, take: Take) -> None:
         try:
             self.whole = await self._decode(take, None)
@@ -86,7 +108,7 @@ class Attempt:
             raise
         finally:
             if not self.whole:
-                self.spawn(abort(self.decode, self.task.request_id))
+                self._drop(self.decode)
 
     async def _together(self, worker: Worker, take: Take, told: Prefilled) -> None:
         prefill = asyncio.create_task(self._prefill(worker, told))
@@ -108,7 +130,7 @@ class Attempt:
             await asyncio.gather(*legs, return_exceptions=True)
             if not self.whole:
                 for each in workers:
-                    self.spawn(abort(each, self.task.request_id))
+                    self._drop(each)
                 for leg, each in zip(legs, workers, strict=True):
                     if not leg.cancelled() and isinstance(leg.exception(), WorkerLost):
                         each.doubt()
@@ -127,6 +149,7 @@ class Attempt:
             salt=task.salt,
         )
         self.prefilled = await worker.client.prefill(body, self.deadline, self.headers)
+        self.cached = self.prefilled.cached_tokens
         told(self.prefilled)
         return self.prefilled
 
@@ -139,6 +162,8 @@ class Attempt:
         )  # fmt: skip
         async with aclosing(self.decode.client.generate(body, self.deadline, self.headers)) as events:
             async for event in events:
+                if not isinstance(event, wire.ErrorEvent) and event.cached_tokens is not None:
+                    self.cached = event.cached_tokens
                 if isinstance(event, wire.TokenEvent):
                     asked = task.sampling.logprobs is not None and not self.delivered
                     if prefill is not None and event.logprob is None and asked:
@@ -155,12 +180,15 @@ class Attempt:
         return True
 
 
-async def abort(worker: Worker, request_id: str) -> None:
-    """Have a worker drop a request; a worker that cannot be reached is asked for its health."""
+async def abort(worker: Worker, request_id: str) -> str:
+    """Have a worker drop a request, and return its receipt if it has one to give; a worker that cannot be reached is asked for its health."""
     try:
+        if isinstance(worker.client, WorkerClient):
+            return (await worker.client.end(request_id)).receipt
         await worker.client.abort(request_id)
     except WorkerLost:
         worker.doubt()
     except RegaugeError as error:
         fields: dict[str, Any] = {REQUEST_ID: request_id, WORKER: worker.client.name, ERROR: str(error)}
         get_logger().warning("abort failed", **fields)
+    return ""

@@ -55,9 +55,13 @@ class WorkerClient(Connection):
 
     async def abort(self, request_id: str) -> bool:
         """As `Connection.abort`."""
+        return (await self.end(request_id)).found
+
+    async def end(self, request_id: str) -> wire.Aborted:
+        """End a request, and have its receipt. Raises as `abort`."""
         deadline = asyncio.get_running_loop().time() + ABORT_S
         async with self.call("DELETE", f"{wire.REQUESTS_PATH}/{request_id}", deadline) as answer:
-            return (await self.read(answer, wire.Aborted)).found
+            return await self.read(answer, wire.Aborted)
 
     async def cache(self, since: int, instance: str, deadline: float) -> CacheNews:
         """Ask what its prefix cache has gained and lost. Raises as `debug`."""

@@ -46,4 +46,5 @@ class Collector:
             self._meter.heard(found.lines)
             self._seen[client.name] = since = found.next
             if len(found.lines) < wire.MAX_RECEIPTS:
-                return
+                break
+        self._meter.asked(client.name)

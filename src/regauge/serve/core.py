@@ -50,7 +50,7 @@ class Core:
         group = memory.layout.groups[0]
         self.pool = PagePool(group.pages, group.page_size)
         c = self.config
-        self.cache = PrefixCache(self.pool, enabled=c.prefix_cache)
+        self.cache = PrefixCache(self.pool, block=spec_.config.route.block_tokens, enabled=c.prefix_cache)
         self.admission = Admission(self.cache)
         store = PagedKV(memory, dtype=model.dtype, max_new=c.chunk_tokens + c.max_batch, max_context=c.max_context)
         self.scheduler = Scheduler(model, store, c)

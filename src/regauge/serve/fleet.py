@@ -82,6 +82,10 @@ class Fleet:
         """Return the workers of a role, in the order in which they joined."""
         return [worker for worker in self.workers.values() if worker.client.role == role]
 
+    def ordered(self) -> list[Worker]:
+        """Return all workers, prefill before decode, by their names."""
+        return sorted(self.workers.values(), key=lambda worker: (worker.client.role != "prefill", worker.client.name))
+
     def join(self, address: wire.WorkerAddress) -> Worker:
         """Take a worker in; one of that name at another address takes its place."""
         if (known := self.workers.get(address.name)) is not None:

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final
+
+import msgspec
 
 from regauge.config import EngineName, Port
 from regauge.engines.sglang import room
@@ -22,8 +23,7 @@ RID_END: Final = "."
 """SGLang aborts every request whose id *begins* with the one that is named: ids end with a mark that is nowhere else in them."""
 
 
-@dataclass(frozen=True)
-class Leg:
+class Leg(msgspec.Struct, frozen=True):
     """A request's part in a transfer. To prefill: the decode engine's `receivers`; to decode: the prefill engine's `senders`, none of them where it computes the prompt itself."""
 
     request_id: str

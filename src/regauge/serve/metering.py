@@ -10,7 +10,7 @@ import queue
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Final
 
@@ -40,9 +40,10 @@ class Meter:
     """Takes receipts from the event loop; belongs to one gateway process. `looks`: it is the one that finds what is missing."""
 
     def __init__(
-        self, config: MeterConfig, key: Ed25519PrivateKey, trust: Trust, metrics: Metrics, *, name: str, model: str, looks: bool = True
+        self, config: MeterConfig, key: Ed25519PrivateKey, trust: Trust, metrics: Metrics, *, name: str, model: str, looks: bool = True,
+        life_s: float = 600.0,
     ) -> None:  # fmt: skip
-        """Raises StoreError, ConfigError for a store that cannot be opened."""
+        """`life_s`: seconds after which no request is under way any more. Raises StoreError, ConfigError for a store that cannot be opened."""
         self.name = name
         self.model = model
         self.config = config
@@ -53,10 +54,13 @@ class Meter:
         self._metrics = metrics
         self._queue: queue.Queue[Receipt | bytes | None] = queue.Queue()
         self._known: OrderedDict[tuple[str, Side], None] = OrderedDict()
+        self._life_s = life_s
         self._since: dict[str, int] | None = None
         """Of each worker: the time up to which its receipts are in the store."""
         self._looked = 0.0
         self._flagged: set[str] = set()
+        self._asked: dict[str, int] = {}
+        """Of each worker: when it had last given all its receipts."""
         self._thread = threading.Thread(target=self._run, name="regauge-receipts", daemon=True)
         self._thread.start()
 
@@ -78,13 +82,24 @@ class Meter:
             if line:
                 self._queue.put(line.encode())
 
+    def asked(self, worker: str) -> None:
+        """Note that a worker has given all the receipts that it had a moment ago."""
+        self._asked[worker] = time.time_ns() // 1_000
+
     def refused(self, error: ReceiptError | StoreError, request: str = "") -> None:
         """Note a receipt that is no worker's, or one too many: its request is listed as missing one, by `regauge usage --troubled`."""
         self._metrics.receipts_refused.inc()
         get_logger(**({REQUEST_ID: request} if request else {})).error("a receipt was not taken", **{ERROR: str(error)})
 
+    def flush(self) -> None:
+        """Wait until all that was taken is in the store. Raises StoreError."""
+        self._queue.join()
+        self._writer.flush(CLOSE_S)
+
     def close(self) -> None:
         """Write what was taken, and end. Raises StoreError for what could not be written in time."""
+        if not self._thread.is_alive():
+            return
         self._queue.put(None)
         self._thread.join(CLOSE_S)
         self._writer.close(CLOSE_S)
@@ -94,13 +109,14 @@ class Meter:
             try:
                 item = self._queue.get(timeout=LOOK_S)
             except queue.Empty:
-                self._look()
+                self.look()
                 continue
             if item is None:
                 return
             self._take(item)
+            self._queue.task_done()
             if time.monotonic() > self._looked + LOOK_S:
-                self._look()
+                self.look()
 
     def _take(self, item: Receipt | bytes) -> None:
         try:
@@ -138,21 +154,33 @@ class Meter:
                 store.close()
         return self._since.get(worker, 0)
 
-    def _look(self) -> None:
+    def _recover(self, store: Store, since_us: int, before_us: int, dumb: Collection[str]) -> None:
+        for lacks in store.missing(since_us, ended_before_us=before_us):
+            if lacks.side == "gateway" and (receipt := store.recover(lacks.request, self.name, dumb)) is not None:
+                get_logger(**{REQUEST_ID: lacks.request}).warning(
+                    "a lost receipt is made again", outcome=receipt.outcome
+                )
+                self._writer.put(sign(receipt, self._key))
+
+    def look(self) -> None:
         """Make again what a gateway that was killed has lost, and tell of what does not agree."""
         self._looked = time.monotonic()
         if not self.looks:
             return
         now_us = time.time_ns() // 1_000
         since_us, before_us = now_us - AGE_US, now_us - int(self.config.recover_s * 1e6)
+        lost_us = before_us - int(self._life_s * 1e6)
         try:
             store = Store(self.config.store, create=False)
             try:
-                for lacks in store.missing(since_us, ended_before_us=before_us):
-                    if lacks.side == "gateway" and (receipt := store.recover(lacks.request, self.name)) is not None:
-                        get_logger(**{REQUEST_ID: lacks.request}).warning("a lost receipt is made again")
-                        self._writer.put(sign(receipt, self._key))
-                troubled = [each for each in store.troubled(since_us, now_us) if each.ended_us < before_us]
+                dumb = {worker for worker, at_us in list(self._asked.items()) if at_us > before_us}
+                self._recover(store, since_us, before_us, frozenset())
+                self._recover(store, since_us, lost_us, dumb)
+                troubled = [
+                    each
+                    for each in store.troubled(since_us, now_us)
+                    if each.ended_us < (lost_us if "gateway" in each.missing else before_us)  # it may still run
+                ]
             finally:
                 store.close()
         except StoreError as error:
@@ -173,4 +201,5 @@ def from_spec(spec: wire.GatewaySpec, metrics: Metrics, *, looks: bool) -> Meter
     if not config.store:
         return None
     key, trust = keys.load_private(Path(spec.signing_key)), load_trust(Path(spec.trust))
-    return Meter(config, key, trust, metrics, name=spec.name, model=spec.model_name, looks=looks)
+    return Meter(config, key, trust, metrics, name=spec.name, model=spec.model_name, looks=looks,
+                 life_s=spec.config.limits.request_timeout_s)  # fmt: skip

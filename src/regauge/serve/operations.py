@@ -60,7 +60,7 @@ class Operations:
         fleet = self._service.fleet
         workers = [
             WorkerHealth(worker.client.name, worker.client.role, worker.up, worker.since, worker.reason)
-            for worker in fleet.workers.values()
+            for worker in fleet.ordered()
         ]
         ready = not (self._house.draining or fleet.fault())
         if not ready:
@@ -91,7 +91,7 @@ class Operations:
         except ProtocolError as error:
             raise bad("limit", str(error)) from error
         fleet = self._service.fleet
-        views = await asyncio.gather(*(view(worker, count) for worker in list(fleet.workers.values())))
+        views = await asyncio.gather(*(view(worker, count) for worker in fleet.ordered()))
         overview = Overview(
             __version__, self._service.model, fleet.verdict.path, self._house.choices, time.time(), list(views)
         )

@@ -65,8 +65,7 @@ ROUTES: Final[Mapping[str, Route]] = MappingProxyType(
 )
 
 
-@dataclass(frozen=True)
-class Asked:
+class Asked(msgspec.Struct, frozen=True):
     """A client's body: its fields as they came, and what of them matters here."""
 
     route: Route

@@ -65,7 +65,8 @@ class Tally:
 
     arrived: float
     completion_tokens: int = 0
-    cached_tokens: dict[int, int] = field(default_factory=dict)
+    cached_tokens: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Of each prompt: the first choice that has told, and what was cached."""
     wire_bytes: int = 0
     mode: str | None = None
     path: str | None = None
@@ -157,7 +158,7 @@ class Job:
         """Return the tokens so far; a prompt counts once."""
         prompts = {choice.prompt: len(choice.token_ids) for choice in self.choices}
         prompt, completion = sum(prompts.values()), self.tally.completion_tokens
-        cached = PromptDetails(sum(self.tally.cached_tokens.values()))
+        cached = PromptDetails(sum(tokens for _, tokens in self.tally.cached_tokens.values()))
         return Usage(prompt, completion, prompt + completion, cached)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
@@ -247,7 +248,7 @@ class _Run:
 
     async def _try(self, attempt: Attempt) -> None:
         """Run an attempt to the answer's end."""
-        await attempt.run(partial(self._take, attempt), self._prefilled)
+        await attempt.run(partial(self._take, attempt), partial(self._prefilled, attempt))
         if not self._complete and attempt.finish is not None:
             self._finish(self._text.end(attempt.finish.reason))
         self._arrived(attempt)
@@ -261,6 +262,8 @@ class _Run:
             self._seed = self._seed if event.seed is None else event.seed
         if not text.count:
             text.ttft_s = time.monotonic() - tally.arrived
+        if attempt.delivered == 1:
+            self._cached(attempt)
         delta = text.push(event)
         tally.completion_tokens += 1
         if delta is not None and delta.finish is None:
@@ -270,9 +273,15 @@ class _Run:
             return False
         return True
 
-    def _prefilled(self, reply: wire.Prefilled) -> None:
-        if not self._resumes:
-            self._job.tally.cached_tokens.setdefault(self._choice.prompt, reply.cached_tokens)
+    def _cached(self, attempt: Attempt) -> None:
+        """Note what the client is told to have been cached: what is charged, of the attempt that gave the first token."""
+        choice, told = self._choice, self._job.tally.cached_tokens
+        first, _ = told.get(choice.prompt, (choice.index, 0))
+        if attempt.cached is not None and not self._resumes and first == choice.index:
+            told[choice.prompt] = (first, attempt.cached)
+
+    def _prefilled(self, attempt: Attempt, reply: wire.Prefilled) -> None:
+        self._cached(attempt)
         self._life.prefilled(self._now(), reply.cached_tokens, reply.computed_tokens)
 
     def _arrived(self, attempt: Attempt) -> None:
@@ -302,12 +311,17 @@ class _Run:
         step = life.failure(kind, worker, role, now, generated=attempt.delivered)
         if self._done(attempt):
             life.finished(now)
+            attempt.lost.add("decode")
             self._end(attempt, "complete")
             return Stop("exhausted", "the answer is complete")
         try:
             found = await settled(step, life, fleet, kind, error)
         except RegaugeError:
             self._end(attempt, "failed")
+            raise
+        except asyncio.CancelledError:  # the client went away meanwhile, with what had been delivered
+            life.finished(self._now(), "cancelled")
+            self._end(attempt, "resumed" if attempt.delivered else "failed")
             raise
         self._end(attempt, "resumed" if attempt.delivered else "failed")
         if attempt.delivered:
@@ -349,13 +363,18 @@ class _Run:
         if outcome == "cancelled" and not self._complete:
             self._life.finished(self._now(), "cancelled")
         meter, tag = self._service.meter, attempt.task.meter
-        if meter is None or tag is None:
-            return
-        try:
-            meter.say(words.receipt(attempt, tag, outcome, by=meter.name, model=meter.model))
-        except ReceiptError as error:
-            meter.refused(error, attempt.task.request_id)
-        meter.heard(words.said(attempt))
+        if meter is not None and tag is not None:
+            self._service.spawn(_account(meter, attempt, tag, outcome))
 
     def _now(self) -> float:
         return self._service.fleet.now()
+
+
+async def _account(meter: Meter, attempt: Attempt, tag: wire.MeterTag, outcome: Outcome) -> None:
+    """Leave an attempt's receipts, once the workers that were told to drop it have given theirs, or are known to have none."""
+    meter.heard(words.said(attempt))
+    meter.heard(await asyncio.gather(*attempt.drops))
+    try:
+        meter.say(words.receipt(attempt, tag, outcome, by=meter.name, model=meter.model))
+    except ReceiptError as error:
+        meter.refused(error, attempt.task.request_id)

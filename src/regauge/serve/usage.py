@@ -84,8 +84,7 @@ class UsageApi:
         by = query.get("by", "day")
         if by not in get_args(By):
             raise bad("by", "must be hour, day, month or total")
-        first = datetime.now(UTC).replace(day=1, hour=0, minute=0, second=0, microsecond=0)
-        since = _time(query.get("from"), "from", first)
+        since = _time(query.get("from"), "from", _month(datetime.now(UTC)))
         until = _time(query.get("until"), "until", datetime.now(UTC) + timedelta(days=1))
         tenant: Tenant = request.state.tenant
         rows = await asyncio.to_thread(
@@ -131,6 +130,23 @@ class UsageApi:
             raise unavailable(f"the receipts cannot be read: {error}") from error
         finally:
             store.close()
+
+
+def used_this_month(url: str) -> dict[str, int]:
+    """Return the tokens, prompt and answer, of every tenant since the month (UTC) began, as the receipts say. Raises StoreError, ConfigError."""
+    now = datetime.now(UTC)
+    store = Store(url)
+    try:
+        used: dict[str, int] = {}
+        for row in store.usage(_us(_month(now)), _us(now + timedelta(days=1))):
+            used[row.tenant] = used.get(row.tenant, 0) + row.prompt + row.generated
+        return used
+    finally:
+        store.close()
+
+
+def _month(now: datetime) -> datetime:
+    return now.replace(day=1, hour=0, minute=0, second=0, microsecond=0)
 
 
 def _row(row: Usage) -> UsageRow:

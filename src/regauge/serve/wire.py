@@ -168,6 +168,8 @@ class TokenEvent(msgspec.Struct, frozen=True, tag_field="type", tag="token", omi
     top: list[tuple[int, float]] | None = None
     seed: int | None = None
     """With the first token of a stream, where the random stream can be gone on with elsewhere: what `sampling.seed` must be there."""
+    cached_tokens: int | None = None
+    """With the first token: of a prompt that this worker computed itself."""
 
 
 class FinishEvent(msgspec.Struct, frozen=True, tag_field="type", tag="finish"):

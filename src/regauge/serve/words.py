@@ -17,7 +17,7 @@ def receipt(attempt: Attempt, tag: wire.MeterTag, outcome: Outcome, *, by: str, 
     task = attempt.task
     prompt = len(task.token_ids) + len(task.generated)
     cached, computed = _prompt(attempt, prompt)
-    silent = tuple(_silent(attempt)) if outcome != "failed" else ()
+    silent = tuple(_silent(attempt, outcome)) if outcome != "failed" else ()
     began_us = int(attempt.began * 1e6)
     return Receipt(
         request=task.request_id, side="gateway", by=by, tenant=tag.tenant, model=model, route=tag.route, prefill=tag.prefill,
@@ -34,11 +34,12 @@ def said(attempt: Attempt) -> Iterator[str]:
         yield attempt.finish.receipt
 
 
-def _silent(attempt: Attempt) -> Iterator[Literal["prefill", "decode"]]:
-    """Yield who cannot speak: workers that make no receipts, and prefill that was lost once it had delivered."""
+def _silent(attempt: Attempt, outcome: Outcome) -> Iterator[Literal["prefill", "decode"]]:
+    """Yield who cannot speak: workers that make no receipts, prefill that was lost once it had delivered, decode as its end was on its way."""
     if attempt.prefill is not None and (attempt.prefilled is None or not attempt.prefill.client.signs):
         yield "prefill"
-    if not attempt.decode.client.signs:
+    lost = "decode" in attempt.lost and attempt.finish is None and outcome != "resumed"
+    if lost or not attempt.decode.client.signs:
         yield "decode"
 
 
@@ -46,12 +47,9 @@ def _prompt(attempt: Attempt, prompt: int) -> tuple[int, int]:
     """Return how many of the prompt's tokens were cached, and computed, as far as the workers have told: prefill, or decode of it."""
     if attempt.prefilled is not None:
         return attempt.prefilled.cached_tokens, attempt.prefilled.computed_tokens
-    cached = attempt.arrival.cached_tokens if attempt.arrival is not None else None
-    if cached is None and attempt.finish is not None:
-        cached = attempt.finish.cached_tokens
-    if cached is None:
+    if attempt.cached is None:
         return (0, prompt) if attempt.delivered else (0, 0)
-    return cached, prompt - cached
+    return attempt.cached, prompt - attempt.cached
 
 
 def of_passage(passage: Passage, tag: wire.MeterTag, outcome: Outcome, *, by: str, model: str) -> Receipt:

@@ -232,8 +232,9 @@ class DecodeWorker(Worker):
                 self._computed(body, account, account.prompt)
                 self.cache.keep(body.transfer_id, text, account.prompt)
             top = list(output.top) if output.top is not None else None
-            seed = None if account.generated else output.seed
-            events.put_nowait(wire.TokenEvent(output.token, output.logprob, top, seed))
+            seed, cached = (None, None) if account.generated else (output.seed, account.cached)
+            cached = None if text is None else cached
+            events.put_nowait(wire.TokenEvent(output.token, output.logprob, top, seed, cached))
             account.generated += 1
             if output.finish_reason is not None:
                 return output.finish_reason

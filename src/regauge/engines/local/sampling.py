@@ -145,7 +145,7 @@ class Sampler:
             token = int(scores.argmax())
         else:
             ids, shares = candidates(scores, self.params)
-            token = _pick(ids, shares, uniform(self.seed, self._position))
+            token = _pick(ids, shares, waits(self.seed, self._position, len(scores)))
         self._counts[token] += 1
         self._position += 1
         if self.params.logprobs is None:
@@ -168,13 +168,14 @@ class Sampler:
         return scores
 
 
-def uniform(seed: int, position: int) -> float:
-    """Return the number in [0, 1) that decides token `position` of stream `seed`.
+def waits(seed: int, position: int, count: int) -> Floats:
+    """Return the exponential waiting times, one for each of the first `count` token ids, that decide token `position` of stream `seed`.
 
-    It is the upper 53 bits of the first word of Philox 4x64-10 with key `seed` and counter `position`.
+    Of the upper 53 bits u of the id's word of Philox 4x64-10, key `seed`, counter from `position` x 2^64 on: -ln((u + 1/2) / 2^53).
     """
-    word = int(np.random.Philox(key=seed, counter=position).random_raw())
-    return (word >> 11) * 2.0**-53
+    words = np.random.Philox(key=seed, counter=position << 64).random_raw(count)
+    numbers: Floats = np.log(((words >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53)
+    return -numbers
 
 
 def candidates(scores: npt.NDArray[np.float32], params: SamplingParams) -> tuple[Ids, Floats]:
@@ -217,11 +218,13 @@ def _nucleus(weights: Floats, share: float) -> Ids:
         size = len(weights)
 
 
-def _pick(ids: Ids, shares: Floats, number: float) -> int:
-    """Return the id whose piece of the unit interval holds `number`."""
-    steps = np.cumsum(shares)
-    place = int(np.searchsorted(steps, number * steps[-1], side="right"))
-    return int(ids[min(place, len(ids) - 1)])
+def _pick(ids: Ids, shares: Floats, times: Floats) -> int:
+    """Return the id that comes first, where each has a rate of its share: each with the chance of its share (the exponential race, as Gumbel's trick).
+
+    Each id has a number of its own, so that arithmetic which rounds otherwise on another worker, or in another batch, changes the choice only where two are
+    as good as equal. With one number for all, the place of every edge between tokens would matter.
+    """
+    return int(ids[np.argmin(times[ids] / shares)])
 
 
 def _logprobs(logits: npt.NDArray[np.float32], token: int, count: int) -> tuple[float, tuple[tuple[int, float], ...]]:
