@@ -7,7 +7,7 @@ VLLM := .venv-vllm
 SGLANG := .venv-sglang
 ARGS ?=
 
-.PHONY: serve test test-planes test-transports test-vllm test-sglang test-mixed test-postgres test-etcd bench bench-chaos bench-vllm bench-sglang gpu check format clean
+.PHONY: serve test test-planes test-transports test-vllm test-sglang test-mixed test-postgres test-etcd bench bench-chaos bench-overload bench-vllm bench-sglang gpu check format clean
 
 serve: $(READY)  ## a real small model, served across a prefill and a decode process
 	$(BIN)/regauge serve $(ARGS)
@@ -54,6 +54,9 @@ bench: $(READY)  ## every measured claim, in some hours; for the whole table of 
 
 bench-chaos: $(READY)  ## 300 requests while workers and the gateway are killed and stand still: answers, receipts and pools; some 8 minutes
 	$(BIN)/python bench/chaos.py $(ARGS)
+
+bench-overload: $(READY)  ## three times what a deployment can do: who is in time, who is told to come again, and how soon all is well; 3 minutes
+	$(BIN)/python bench/overload.py $(ARGS)
 
 bench-vllm: $(VLLM)/.ready  ## time to the first token of two vLLM engines, against one and against vLLM's own connector: some 25 minutes
 	$(VLLM)/bin/python bench/vllm_pair.py $(ARGS)

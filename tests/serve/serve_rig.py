@@ -77,7 +77,7 @@ class EchoWorker:
     Prefill "delivers" by a future per transfer, on which the decode stream waits. Switches, all off at first:
     `refuse` answers before the stream; `break_after` tokens an error event is sent; `die_after` tokens the
     connections are torn (by prefill once alone, if it `recovers`); `hold` is an event to wait for before the first token (or the prefill's answer);
-    `linger` is an event to wait for between a prefill's delivery and its answer; `frozen` lets health checks hang; `pace` is awaited before each token.
+    `linger` is an event to wait for between a prefill's delivery and its answer; `frozen` lets health checks hang; `load` is put over what they tell; `pace` is awaited before each token.
     """
 
     def __init__(self, name: str, role: Role, tokenizer: Tokenizer, rails: dict[str, asyncio.Future[None]]) -> None:
@@ -94,6 +94,7 @@ class EchoWorker:
         self.status = "ok"
         self.pid = 1
         self.quarantined = 0
+        self.load: dict[str, float] = {}
         self.cached = 0
         self.totals = Totals()
         self.transfers: list[TransferState] = []
@@ -166,6 +167,7 @@ class EchoWorker:
                 "waiting": 0,
                 "quarantined_pages": self.quarantined,
                 "transfers": self.totals,
+                **self.load,
             }
         )
         return web.Response(body=body)
@@ -388,9 +390,8 @@ async def open_rig(
             dialer(TOKEN, MODEL), metrics, Router(route),
             pairs=Pairs(given=wire.VerdictInfo("CONVERT")), policy=policy or HealthPolicy(period_s=0.05),
         )  # fmt: skip
-        config = ServeConfig(
-            limits=limits or LimitsConfig(request_timeout_s=WAIT_S, prefill_wait_s=0), meter=meter or MeterConfig()
-        )
+        limits = limits or LimitsConfig(request_timeout_s=WAIT_S, prefill_wait_s=0)
+        config = ServeConfig(limits=limits, gateway=rules or GatewayConfig(), meter=meter or MeterConfig())
         app = build_app(
             config, tokenizer, fleet, metrics, model=MODEL, tenants=tenants, meter=billing, pools=pools or ()
         )

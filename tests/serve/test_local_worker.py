@@ -267,3 +267,14 @@ async def test_without_a_tag_there_is_no_receipt(tmp_path: Path) -> None:
         events, said = await ask(w["p"], w["d"], "r", LONG, sampling(), meter=None)
         assert (said.receipt, end(events).receipt, w["d"].core.notary.count) == ("", "", 0)
         assert said.computed_tokens == 150
+
+
+async def test_its_speed_is_known_before_the_first_request_and_nothing_else_is_left_of_that(tmp_path: Path) -> None:
+    async with workers(tmp_path, {"p": ("prefill", PLAIN)}) as w:
+        before = w["p"].health()
+        assert before.prefill_tokens_per_s == 0
+        await w["p"].core.measure()
+        told = w["p"].health()
+        assert told.prefill_tokens_per_s > 0
+        assert told.tpot_s > 0
+        assert (told.free_pages, told.cache_seq, told.running) == (before.free_pages, before.cache_seq, 0)
