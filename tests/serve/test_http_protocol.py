@@ -77,12 +77,13 @@ def faults(rig: Rig, reason: str) -> float:
 
 
 async def drip(rig: Rig, client: Raw, data: bytes) -> None:
-    """Send a little at a time, until the server has had enough; a round trip of another's between."""
+    """Send a little at a time, until the server has had enough; round trips of another's between, so many that time is up before a head is full."""
     try:
         while not client.reader.at_eof():
             client.send(data)
             await client.writer.drain()
-            await rig.get("/health")
+            for _ in range(10):
+                await rig.get("/health")
     except ConnectionError:
         pass
 

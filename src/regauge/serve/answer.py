@@ -248,13 +248,13 @@ class Envelope:
         given = next((value.decode("latin-1") for name, value in scope["headers"] if name == b"x-request-id"), "")
         request_id = given if _SANE_ID.fullmatch(given) else f"req-{secrets.token_hex(12)}"
         state: dict[str, Any] = scope.setdefault("state", {})
-        state["request_id"] = request_id
+        state["request_id"], state["begun"] = request_id, False
         status, begun, whole = 0, time.monotonic(), False
 
         async def send_named(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
-                status = message["status"]
+                status, state["begun"] = message["status"], True
                 named = [(b"x-request-id", request_id.encode())]
                 if anthropic.speaks(scope["path"]):
                     named.append((b"request-id", request_id.encode()))  # that API's own name for it

@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 import httptools
 
 from regauge.serve.deadlines import Deadline, Deadlines
+from regauge.serve.outbox import Gathered, Outbox
 
 MAX_HEAD: Final = 64 << 10
 """Most bytes of an answer's headers."""
@@ -193,9 +194,10 @@ class Exchange:
 class _Wire(asyncio.Protocol):
     """One connection."""
 
-    def __init__(self, pool: deque[_Wire], deadlines: Deadlines) -> None:
+    def __init__(self, pool: deque[_Wire], deadlines: Deadlines, outbox: Outbox) -> None:
         self.loop = asyncio.get_running_loop()
         self.deadlines = deadlines
+        self._outbox = outbox
         self.transport: asyncio.Transport
         self.since = 0.0
         """When it was given back."""
@@ -229,7 +231,7 @@ class _Wire(asyncio.Protocol):
             self.transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast("asyncio.Transport", transport)
+        self.transport = Gathered(cast("asyncio.Transport", transport), self._outbox)
 
     def data_received(self, data: bytes) -> None:
         exchange = self._exchange
@@ -293,12 +295,13 @@ class _Wire(asyncio.Protocol):
 class Exchanges:
     """Connections to any number of origins, in one event loop."""
 
-    def __init__(self, *, keep_s: float) -> None:
+    def __init__(self, *, keep_s: float, outbox: Outbox | None = None) -> None:
         """`keep_s`: an idle connection is not used again after so long, so that its other end does not drop it just then."""
         self._keep_s = keep_s
         self._idle: dict[Origin, deque[_Wire]] = {}
         self._bases: dict[tuple[str, int], tuple[Origin, str]] = {}
         self._deadlines = Deadlines()
+        self._outbox = Outbox() if outbox is None else outbox
 
     def origin(self, url: str, trust: ssl.SSLContext | None) -> tuple[Origin, str]:
         """Return the origin and the target of a URL, remembered: there are few. Raises ValueError."""
@@ -324,7 +327,9 @@ class Exchanges:
         """Make a connection. Raises OSError."""
         pool = self._idle.setdefault(origin, deque())
         make = asyncio.get_running_loop().create_connection
-        _, wire = await make(lambda: _Wire(pool, self._deadlines), origin.host, origin.port, ssl=origin.trust)
+        _, wire = await make(
+            lambda: _Wire(pool, self._deadlines, self._outbox), origin.host, origin.port, ssl=origin.trust
+        )
         return wire
 
     def close(self) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Iterable
 
 from starlette.applications import Starlette
 from starlette.routing import Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from regauge import observe
 from regauge.observe import Metrics
@@ -77,20 +77,13 @@ class Front:
         if endpoint is None:
             await self._starlette(scope, receive, send)
             return
-        begun = False
-
-        async def sender(message: Message) -> None:
-            nonlocal begun
-            begun = True
-            await send(message)
-
         try:
-            await endpoint(scope, receive, sender)
+            await endpoint(scope, receive, send)
         except ApiError as error:
             scope["state"]["summary"] = {observe.ERROR: str(error)}
             await error_response(error, scope["path"], scope["state"]["request_id"])(scope, receive, send)
         except Exception:
-            if not begun:
+            if not scope["state"]["begun"]:
                 request_id: str = scope["state"]["request_id"]
                 await error_response(bug(request_id), scope["path"], request_id)(scope, receive, send)
             raise  # the server logs what it is

@@ -268,19 +268,22 @@ class PassAnswer:
             self._job.task.cancel()
 
     async def _send(self, scope: Scope, receive: Receive, send: Send) -> RegaugeError | None:
-        begun = False
+        begun, streams = False, self._asked.stream
 
         async def deliver(chunk: bytes) -> None:
             nonlocal begun
             if not begun:
                 await begin(send, 200, self._headers(chunk))
                 begun = True
-            await part(send, chunk)
+            if not streams:
+                self._house.leave(self._job)  # before the client can know, and ask again
+            await part(send, chunk, last=not streams)
 
         try:
             await self._job.run(deliver)
-            self._house.leave(self._job)  # before the client can know, and ask again
-            await part(send, b"", last=True)
+            if streams:
+                self._house.leave(self._job)
+                await part(send, b"", last=True)
             return None
         except asyncio.CancelledError:
             error = self._job.failed
@@ -288,7 +291,7 @@ class PassAnswer:
                 raise
         except RegaugeError as raised:
             error = raised
-        if isinstance(error, ClientGone):
+        if isinstance(error, ClientGone) or (begun and not streams):
             return error
         if begun:
             failed = anthropic_failed if self._asked.route is MESSAGES else openai_failed

@@ -226,11 +226,15 @@ class Meter:
     def __init__(self, asked: Asked) -> None:
         self._asked = asked
         self._seen: dict[str, Any] = {}
+        self._usage: Usage | None = None
+        """Of what has been seen, once it was asked for."""
 
     @property
     def usage(self) -> Usage | None:
         """What has been told so far; None: nothing."""
-        return msgspec.convert(self._seen, Counts).usage(self._asked.route) if self._seen else None
+        if self._usage is None and self._seen:
+            self._usage = msgspec.convert(self._seen, Counts).usage(self._asked.route)
+        return self._usage
 
     def body(self, data: bytes, cached: int | None) -> bytes:
         """Take an object of JSON; return it with `cached` in its usage, unless that is None. What is no such object stays as it is."""
@@ -259,7 +263,7 @@ class Meter:
                 inner = msgspec.json.decode(fields[place], type=dict[str, Raw])
                 fields[place] = self._object(inner, cached)
         if (counts := _given(fields, "usage")) is not None:
-            told = msgspec.convert(counts, Counts)
+            told, self._usage = msgspec.convert(counts, Counts), None
             self._seen |= {name: value for name, value in counts.items() if value is not None}
             if cached is not None:
                 fields["usage"] = self._corrected(counts, told, cached)

@@ -19,6 +19,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from regauge.config_gateway import GatewayConfig
 from regauge.observe import Metrics
 from regauge.serve.openai import SERVER_ERROR, ApiError
+from regauge.serve.outbox import Gathered, Outbox
 
 SWEEP_S: Final = 0.5
 GONE: Final = "regauge.gone"
@@ -39,6 +40,7 @@ class Door:
     def __init__(self, rules: GatewayConfig, metrics: Metrics) -> None:
         self.rules = rules
         self.metrics = metrics
+        self.outbox = Outbox()
 
 
 class Protocol(HttpToolsProtocol):
@@ -62,7 +64,7 @@ class Protocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
         """Take a connection, unless there are too many."""
-        super().connection_made(transport)
+        super().connection_made(Gathered(transport, self._door.outbox))
         if self._local:
             self.client = ("127.0.0.1", 0)
         if len(self.connections) > self._door.rules.max_connections:

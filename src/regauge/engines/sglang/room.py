@@ -67,7 +67,7 @@ def decode(address: str) -> To | From | None:
 
 def new_transfer() -> str:
     """Return a transfer's name that no other has. No room is 0, which SGLang takes for none."""
-    return transfer(1 + secrets.randbelow(MAX_ROOM))
+    return transfer((int.from_bytes(secrets.token_bytes(8)) >> 1) or 1)
 
 
 def transfer(room: int) -> str:
