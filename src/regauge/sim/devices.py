@@ -1,4 +1,4 @@
-"""The catalogue: what accelerators, NICs and switches are said to do, each figure with its source and its date.
+"""The catalogue: what accelerators, NICs, switches and models are said to be, each figure with its source and its date.
 
 A catalogue file is TOML; a figure is an inline table:
 
@@ -26,7 +26,7 @@ from regauge import toml
 from regauge.errors import ConfigError
 from regauge.sim.curves import Measured, read_measured
 
-SHIPPED = ("accelerators.toml", "nics.toml", "switches.toml")
+SHIPPED = ("accelerators.toml", "nics.toml", "switches.toml", "models.toml")
 
 Text = Annotated[str, msgspec.Meta(min_length=1, max_length=500)]
 Date = Annotated[str, msgspec.Meta(pattern=r"^\d{4}(-\d\d){0,2}$")]
@@ -89,12 +89,22 @@ class Switch(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     """Of one port."""
 
 
+class ModelSize(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Parameters of a model, in 10^9; its key is that of its layout preset."""
+
+    name: str = ""
+    total_b: Figure | None = None
+    active_b: Figure | None = None
+    """That one token goes through."""
+
+
 class Catalogue(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Devices by key."""
 
     accelerators: dict[str, Accelerator] = {}
     nics: dict[str, Nic] = {}
     switches: dict[str, Switch] = {}
+    models: dict[str, ModelSize] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,11 +119,12 @@ _NEEDED: Mapping[type, tuple[str, ...]] = {
     Accelerator: ("name", "memory_gb", "memory_gb_per_s"),
     Nic: ("name", "gbit_per_s"),
     Switch: ("name", "ports", "gbit_per_s"),
+    ModelSize: ("name", "total_b", "active_b"),
 }
-_KINDS: Mapping[str, str] = {"accelerators": "accelerator", "nics": "NIC", "switches": "switch"}
+_KINDS: Mapping[str, str] = {"accelerators": "accelerator", "nics": "NIC", "switches": "switch", "models": "model"}
 _WHOLE = ("cards", "nics", "ports")
 
-D = TypeVar("D", Accelerator, Nic, Switch)
+D = TypeVar("D", Accelerator, Nic, Switch, ModelSize)
 
 
 def load(paths: Sequence[Path] = ()) -> Catalogue:
