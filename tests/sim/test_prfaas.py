@@ -32,13 +32,13 @@ def test_limits_are_those_asked_for() -> None:
 
 
 def test_lengths_agree_with_draws() -> None:
-    drawn = np.random.default_rng(7).lognormal(9.90, 1.00, 4_000_000)
+    drawn = np.random.default_rng(7).lognormal(9.90, 1.00, 1_000_000)
     drawn = drawn[(drawn >= 128) & (drawn <= 128_000)]
     long = drawn[drawn > 19_400]
-    assert LENGTHS.between(19_400, 128_000) == pytest.approx(len(long) / len(drawn), rel=3e-3)
-    assert LENGTHS.mean(19_400, 128_000) == pytest.approx(long.mean(), rel=3e-3)
-    assert LENGTHS.mean(128, 128_000) == pytest.approx(drawn.mean(), rel=3e-3)
-    assert LENGTHS.expect(lambda x: x * x, 128, 19_400) == pytest.approx((drawn[drawn <= 19_400] ** 2).mean(), rel=3e-3)
+    assert LENGTHS.between(19_400, 128_000) == pytest.approx(len(long) / len(drawn), rel=6e-3)
+    assert LENGTHS.mean(19_400, 128_000) == pytest.approx(long.mean(), rel=6e-3)
+    assert LENGTHS.mean(128, 128_000) == pytest.approx(drawn.mean(), rel=6e-3)
+    assert LENGTHS.expect(lambda x: x * x, 128, 19_400) == pytest.approx((drawn[drawn <= 19_400] ** 2).mean(), rel=6e-3)
 
 
 def test_expected_length_is_the_closed_form() -> None:

@@ -27,7 +27,7 @@ from regauge.errors import ConfigError
 
 Averaging = Literal["mean-length", "mean-time"]
 Curve = Callable[[float], float]
-_NODES = 48
+_NODES, _WEIGHTS = np.polynomial.legendre.leggauss(48)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +63,8 @@ class Lengths:
         a, b = max(a, self.low), min(b, self.high)
         if a >= b or self._mass(a, b, 0.0) <= 0.0:
             return what(b)
-        nodes, weights = np.polynomial.legendre.leggauss(_NODES)
-        logs = (log(b) - log(a)) / 2 * nodes + (log(b) + log(a)) / 2
-        density = weights * np.exp(-((logs - self.mu) ** 2) / (2 * self.sigma**2))
+        logs = (log(b) - log(a)) / 2 * _NODES + (log(b) + log(a)) / 2
+        density = _WEIGHTS * np.exp(-((logs - self.mu) ** 2) / (2 * self.sigma**2))
         values = np.array([what(x) for x in np.exp(logs)])
         return float(values @ density / density.sum())
 
