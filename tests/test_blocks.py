@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from regauge.blocks import BLOCK_TOKENS, hash_blocks
+from regauge.blocks import BLOCK_TOKENS, hash_blocks, hash_bytes
 
 tokens = st.lists(st.integers(0, 2**32 - 1), max_size=40)
 salts = st.binary(max_size=100)
@@ -60,3 +60,16 @@ def test_what_is_no_token_is_refused(ids: list[int]) -> None:
 def test_a_block_of_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="block must be at least 1 token, not 0"):
         hash_blocks([1], 0)
+
+
+@given(st.binary(max_size=60), st.binary(max_size=60), st.integers(1, 9), salts)
+def test_bytes_are_hashed_likewise(a: bytes, b: bytes, step: int, salt: bytes) -> None:
+    whole, begun = hash_bytes(a + b, step, salt), hash_bytes(a, step, salt)
+    assert len(whole) == len(a + b) // step
+    assert whole[: len(begun)] == begun
+    assert hash_bytes(a[: len(a) // 4 * 4], 4, salt) == hash_blocks(memoryview(a[: len(a) // 4 * 4]).cast("I"), 1, salt)
+
+
+def test_bytes_in_blocks_of_nothing_are_refused() -> None:
+    with pytest.raises(ValueError, match="at least 1 byte"):
+        hash_bytes(b"a", 0)

@@ -9,8 +9,11 @@ from collections.abc import Iterator
 
 import pytest
 import structlog
+from hypothesis import given
+from hypothesis import strategies as st
 
 from regauge import observe
+from regauge.logs import plain
 from regauge.observe import Metrics, get_logger, setup_logging
 
 
@@ -140,3 +143,19 @@ def test_lines_for_people_have_no_colours_in_a_file() -> None:
 def test_an_unknown_level_is_refused() -> None:
     with pytest.raises(ValueError, match="LOUD"):
         setup_logging("loud", False, "w")
+
+
+VALUES = st.one_of(
+    st.text(max_size=12), st.integers(), st.none(), st.floats(), st.lists(st.text(max_size=3), max_size=2)
+)
+NAMES = st.sampled_from(["status", "path", "exc", "logger", "stack", "error", "worker"])
+
+
+@given(st.text(max_size=40), st.dictionaries(NAMES, VALUES), st.sampled_from(["timestamp", "level", ""]))
+def test_lines_for_people_are_structlogs_own(said: str, fields: dict[str, object], missing: str) -> None:
+    fields = {"event": said, "level": "info", "timestamp": "2026-11-30T00:00:00Z", **fields}
+    fields.pop(missing, None)
+    if "stack" in fields:
+        fields["stack"] = "a stack"
+    whole = structlog.dev.ConsoleRenderer(colors=False)(None, "info", dict(fields))
+    assert plain(None, "info", dict(fields)) == whole

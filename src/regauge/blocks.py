@@ -74,9 +74,22 @@ def hash_blocks(token_ids: Sequence[int], block: int = BLOCK_TOKENS, salt: bytes
     count = len(token_ids) // block
     if count == 0:
         return ()
-    data = _packed(token_ids[: count * block])
+    return _chained(_packed(token_ids[: count * block]), block * _TOKEN, salt)
+
+
+def hash_bytes(data: bytes, step: int, salt: bytes = b"") -> tuple[int, ...]:
+    """As `hash_blocks`, of text that is not tokenised: each whole block of `step` bytes. They have nothing in common with hashes of tokens.
+
+    Raises ValueError for a step below 1.
+    """
+    if step < 1:
+        raise ValueError(f"a block must be at least 1 byte, not {step}")
+    return _chained(data[: len(data) // step * step], step, salt)
+
+
+def _chained(data: bytes, step: int, salt: bytes) -> tuple[int, ...]:
     key = salt if len(salt) <= hashlib.blake2b.MAX_KEY_SIZE else hashlib.blake2b(salt).digest()
-    parent, step, hashes = bytes(_DIGEST), block * _TOKEN, []
+    parent, hashes = bytes(_DIGEST), []
     fresh = hashlib.blake2b(digest_size=_DIGEST, key=key)
     for start in range(0, len(data), step):
         one = fresh.copy()  # half the time of making one

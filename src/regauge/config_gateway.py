@@ -33,6 +33,9 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     passthrough: Literal["auto", "never"] = "auto"
     """Where all workers are of one engine with an API of its own: "auto" passes the client's body on as it came, with all that only the engine
     knows; "never" tokenises here, as for other fleets, so that another worker can go on with an answer whose decode worker has died."""
+    isolate_prefixes: bool | None = None
+    """Whether no tenant's prompts are served from KV that another's have left in prefix caches: how soon the first token comes would tell what others
+    have asked. Left out: if there are tenants. Requests to /v1/messages are then answered by the gateway's own tokeniser, as with passthrough "never"."""
     max_connections: Count = 4_096
     """Connections of one process; one more is answered 503 and closed."""
     max_header_bytes: Annotated[int, msgspec.Meta(ge=1_024, le=1 << 20)] = 32_768

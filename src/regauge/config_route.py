@@ -29,9 +29,10 @@ class RouteConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ttft_s: float | None = None
     """Limit of the predicted time to the first token: a request that would take longer is told 429. Left out: none."""
     tpot_s: float | None = None
-    """Limit of the predicted time per output token: decode workers above it are avoided. Left out: none."""
+    """Limit of the predicted time per output token: decode workers above it are avoided, and where all are, a request is told 429. Left out: none."""
     admit_share: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.8
-    """Of `ttft_s`, and of `limits.max_queue`, what requests of priority 0 may use up; each step of priority adds or takes 0.1."""
+    """Of `ttft_s`, what requests of priority 0 may use up; each step of priority adds or takes 0.1. Of `tpot_s` and `limits.max_queue` they may use up
+    all, and each step below takes 0.1."""
     offload: Literal["fixed", "auto"] = "fixed"
     """Which prompts a decode worker that can computes itself. "fixed": uncached parts of at most `offload_tokens`. "auto": those that have their first token
     earlier so, without harm to the others' tokens beyond `offload_harm`."""

@@ -19,6 +19,7 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from regauge.logs import WORKER as WORKER  # noqa: PLC0414  # re-exported, as are the next two
 from regauge.logs import get_logger as get_logger  # noqa: PLC0414
 from regauge.logs import setup_logging as setup_logging  # noqa: PLC0414
+from regauge.observe_route import RouteMetrics
 
 # Log fields. `event` is the sentence; a request's fields are the same in every process that it passes.
 REQUEST_ID: Final = "request_id"
@@ -150,6 +151,7 @@ class Metrics:
     transfer_failures: Counter
     resent_chunks: Counter
     resumed_legs: Counter
+    routing: RouteMetrics
     worker_up: Gauge
     queue_depth: Gauge
     running: Gauge
@@ -273,6 +275,7 @@ class Metrics:
                 worker,
                 registry=registry,
             ),
+            routing=RouteMetrics.create(registry),
             worker_up=Gauge(
                 "regauge_worker_up", "1 while the worker answers.", worker, registry=registry, multiprocess_mode=LATEST
             ),

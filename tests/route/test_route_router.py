@@ -280,14 +280,17 @@ def test_news_of_workers_and_attempts_that_have_gone_is_ignored() -> None:
     assert idle(router)
 
 
-def test_the_limit_of_time_per_token_is_kept_where_it_can_be_and_said_where_not() -> None:
+def test_the_limit_of_time_per_token_is_kept_by_whoever_can() -> None:
     router = cluster(1, 2, slots=8, tpot_s=0.05)
     router.report("d0", Load(running=1, tpot_s=0.2), 0.0)
     router.report("d1", Load(running=6, tpot_s=0.03), 0.0)
     route = placed(router, Request("a", tokens=100), 0.1)
     assert (route.decode, route.note) == ("d1", "")
     router.health("d1", False, 0.1)
-    route = placed(router, Request("b", tokens=100), 0.1)
+    refusal = router.route(Request("b", tokens=100), 0.1)
+    assert isinstance(refusal, Refusal)
+    assert (refusal.reason, refusal.retry_after_s) == ("tpot", 5)  # when the one that decodes there has ended
+    route = placed(router, Request("a.1", tokens=100, admitted=True, root="a"), 0.1)
     assert route.decode == "d0"
     assert "beyond the limit of 0.05 s" in route.note
 
@@ -307,3 +310,78 @@ def test_decisions_are_the_same_for_the_same_seed() -> None:
     for policy in POLICIES:
         assert run(policy, 3) == run(policy, 3)
     assert run("least-load", 3) != run("least-load", 4)
+
+
+def test_who_decodes_alone_is_let_in_so_that_an_old_measurement_cannot_shut_a_worker_for_ever() -> None:
+    router = cluster(1, 1, slots=8, tpot_s=0.05)
+    router.report("d0", Load(running=6, tpot_s=0.06), 0.0)
+    refusal = router.route(Request("a", tokens=100), 0.1)
+    assert isinstance(refusal, Refusal)
+    assert refusal.reason == "tpot"
+    router.report("d0", Load(running=0, tpot_s=0.06), 1.0)  # it was measured while six ran
+    assert router.workers["d0"].tpot_s() == pytest.approx(0.06 * 9 / 14)
+    router.report("d0", Load(running=0, tpot_s=0.2), 2.0)
+    router.report("d0", Load(running=0, tpot_s=0.19), 3.0)
+    assert placed(router, Request("b", tokens=100), 3.0).decode == "d0"
+
+
+def test_low_priority_may_use_up_less_of_the_limit_of_time_per_token() -> None:
+    router = cluster(1, 1, slots=8, tpot_s=0.05)
+    router.report("d0", Load(running=2, tpot_s=0.04), 0.0)
+    refusal = router.route(Request("low", priority=-3), 0.1)
+    assert isinstance(refusal, Refusal)
+    assert "0.0350 s are allowed" in refusal.message
+    assert isinstance(router.route(Request("usual"), 0.1), Route)
+
+
+def test_a_worker_of_unknown_speed_gets_one_prompt_until_it_is_known() -> None:
+    router = Router(RouteConfig(ttft_s=2.0))
+    router.join(Worker("p", prefill=True), 0.0)
+    router.join(Worker("d", decode=True), 0.0)
+    first = placed(router, Request("a", tokens=50_000), 0.0)  # nobody knows that it would be late
+    refusal = router.route(Request("b", tokens=10), 0.1)
+    assert isinstance(refusal, Refusal)
+    assert (refusal.reason, refusal.retry_after_s) == ("deadline", 1)
+    assert "how fast p computes is not known" in refusal.message
+    router.prefilled(first.id, 5.0, 0, 50_000)
+    router.first_token(first.id, 5.0)
+    assert router.workers["p"].speed == pytest.approx(10_000.0)
+    assert router.correction.factor(5.0) == 1.0  # it was a guess that was wrong, and no prediction
+    assert placed(router, Request("b", tokens=10_000), 5.0).ttft_s == pytest.approx(1.0, abs=0.01)
+    assert isinstance(router.route(Request("c", tokens=10_000), 5.0), Refusal)
+
+
+def test_without_a_limit_nobody_waits_for_the_speed_to_be_known() -> None:
+    router = Router(RouteConfig())
+    router.join(Worker("p", prefill=True), 0.0)
+    router.join(Worker("d", decode=True), 0.0)
+    assert all(isinstance(router.route(Request(f"r{i}", tokens=1000), 0.0), Route) for i in range(3))
+
+
+def test_speed_is_learnt_over_the_time_that_a_worker_was_busy() -> None:
+    router = cluster(1, 1)
+    for name in ("a", "b", "c"):
+        placed(router, Request(name, tokens=2000), 0.0)
+    router.prefilled("a", 2.0, 0, 2000)  # together: one has all the time,
+    router.prefilled("b", 2.0, 0, 2000)
+    router.prefilled("c", 3.0, 0, 2000)
+    assert router.workers["p0"].speed == pytest.approx(2000.0, rel=0.02)
+    placed(router, Request("d", tokens=2000), 100.0)  # and idle time counts for none
+    router.prefilled("d", 101.0, 0, 2000)
+    assert router.workers["p0"].speed == pytest.approx(2000.0, rel=0.02)
+
+
+def test_decode_that_computes_prompts_is_measured_by_its_first_tokens() -> None:
+    router = Router(RouteConfig(ttft_s=2.0))
+    router.join(Worker("d", decode=True, computes=True), 0.0)
+    router.first_token(placed(router, Request("a", tokens=4000), 0.0).id, 2.0)
+    assert router.workers["d"].speed == pytest.approx(2000.0)
+
+
+def test_decisions_are_counted_by_what_was_decided() -> None:
+    router = cluster(1, 1, ttft_s=2.0)
+    placed(router, Request("a", tokens=1000), 0.0)
+    router.route(Request("b", tokens=1000), 0.0)
+    router.health("p0", False, 0.0)
+    router.route(Request("c", tokens=1000), 0.0)
+    assert router.decisions == {"placed": 1, "deadline": 1, "no_worker": 1}

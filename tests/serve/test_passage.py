@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import pytest
@@ -62,10 +62,24 @@ async def pair(engine: str = "vllm") -> AsyncIterator[Pair]:
 async def all_of(passage: Passage, got: bytearray | None = None) -> bytes:
     """Return the answer; `got` has what came of it, also where it breaks."""
     got = bytearray() if got is None else got
-    async with aclosing(passage.chunks()) as chunks:
-        async for piece in chunks:
-            got += piece
+
+    async def deliver(piece: bytes) -> None:
+        got.extend(piece)
+
+    await passage.run(deliver)
     return bytes(got)
+
+
+@asynccontextmanager
+async def first_of(passage: Passage) -> AsyncIterator[bytes]:
+    """Yield the first piece of an answer, and leave the passage there: as where its client goes."""
+    pieces: asyncio.Queue[bytes] = asyncio.Queue()
+    running = asyncio.create_task(passage.run(pieces.put))
+    try:
+        yield await asyncio.wait_for(pieces.get(), WAIT_S)
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
 
 
 def chunk(**fields: Any) -> bytes:
@@ -112,8 +126,8 @@ async def test_a_stream_goes_on_as_it_comes() -> None:
         both.decode.stream = [TEXT[0]]
         both.decode.hangs = True
         passage = both.passage(stream=True)
-        async with aclosing(passage.chunks()) as chunks:
-            assert await anext(chunks) == TEXT[0], "before the next is there"
+        async with first_of(passage) as first:
+            assert first == TEXT[0], "before the next is there"
             assert (passage.first is not None, passage.ended) == (True, None)
         await asyncio.wait_for(both.decode.gone.wait(), WAIT_S)
         assert both.dropped == [("prefill", "r1"), ("decode", "r1")]
@@ -277,8 +291,8 @@ async def test_sglang_is_asked_to_drop_what_it_was_asked_for() -> None:
     async with pair("sglang") as both:
         both.decode.stream, both.decode.hangs = [*TEXT], True
         passage = both.passage("/v1/responses", stream=True)
-        async with aclosing(passage.chunks()) as chunks:
-            await anext(chunks)
+        async with first_of(passage):
+            pass
         for client, (_, name) in zip(both.clients, both.dropped, strict=True):
             await client.abort(name)
         for engine in (both.prefill, both.decode):

@@ -6,12 +6,14 @@ predicted times, which is bounded and forgotten with a half-life of `FORGET_S`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil, exp, inf, log
 from typing import Final
 
 from regauge.config_route import RouteConfig
 from regauge.route.cluster import Refusal, Request
+from regauge.route.model import Estimate
 
 STEP: Final = 0.1
 """What a step of priority adds to the share of the limits that a request may use up."""
@@ -53,6 +55,64 @@ def deadline(request: Request, config: RouteConfig) -> float:
     return limit * min(1.0, max(STEP, config.admit_share + STEP * request.priority))
 
 
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a placement is held to: seconds to the first token, and per output token; infinite: no matter how many."""
+
+    ttft_s: float
+    tpot_s: float
+
+    @classmethod
+    def of(cls, request: Request, config: RouteConfig) -> Limits:
+        """Return those of one request. What was admitted once is held to none."""
+        tpot = config.tpot_s if request.tpot_s is None else request.tpot_s
+        free = tpot is None or request.admitted or request.resume
+        return cls(deadline(request, config), inf if free or tpot is None else tpot * share(request))
+
+
+def choose(made: Sequence[Estimate], limits: Limits, ratio: float) -> Estimate | Refusal:
+    """Return the first placement that keeps the limits, or why none does."""
+    fits = [one for one in made if _tpot_fits(one, limits.tpot_s)]
+    for one in fits:
+        if _in_time(one, limits.ttft_s, ratio):
+            return one
+    if not fits:
+        return _slow(made, limits.tpot_s)
+    soonest = min(fits, key=lambda one: one.ttft_s)
+    if soonest.computer.guessed:
+        return Refusal(
+            "deadline",
+            f"how fast {soonest.computer.name} computes is not known before its first prompt is done: come again in 1 s",
+            1,
+        )
+    return late(soonest.ttft_s * ratio, limits.ttft_s)
+
+
+def _in_time(one: Estimate, limit_s: float, ratio: float) -> bool:
+    if limit_s < inf and one.computer.guessed:
+        return one.computer.empty
+    return one.ttft_s * ratio <= limit_s
+
+
+def _tpot_fits(one: Estimate, limit_s: float) -> bool:
+    # Who decodes alone is let in whatever was measured: nothing faster can be had there, and nothing else is measured anew.
+    return (one.tpot_s or 0.0) <= limit_s or not one.decode.taken
+
+
+def _slow(made: Sequence[Estimate], limit_s: float) -> Refusal:
+    best = min(made, key=lambda one: one.decode.tpot_wait_s(limit_s))
+    retry = min(max(1, ceil(best.decode.tpot_wait_s(limit_s))), MOST_RETRY_S)
+    message = (
+        f"{best.tpot_s or 0.0:.4f} s per token are predicted, and {limit_s:.4f} s are allowed: come again in {retry} s"
+    )
+    return Refusal("tpot", message, retry, best.ttft_s)
+
+
+def share(request: Request) -> float:
+    """Return the share of a limit that requests of low priority may use up, 1 for the others."""
+    return min(1.0, max(STEP, 1 + STEP * request.priority))
+
+
 def late(predicted_s: float, limit_s: float) -> Refusal:
     """Refuse a request whose first token would come too late. Queues drain by a second each second."""
     retry = min(max(1, ceil(predicted_s - limit_s)), MOST_RETRY_S)
@@ -64,7 +124,7 @@ def allowed(request: Request, most: int | None) -> float:
     """Return how many requests may be in the house for this one to be taken: of lower priority, fewer; `most`: for the others."""
     if most is None or request.admitted or request.resume:
         return inf
-    return max(1, int(most * min(1.0, max(STEP, 1 + STEP * request.priority))))
+    return max(1, int(most * share(request)))
 
 
 def full(request: Request, allowed: float, drain_s: float) -> Refusal:

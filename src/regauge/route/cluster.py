@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 Path = Literal["DIRECT", "REMAP", "CONVERT", "REFUSED"]
-Reason = Literal["no_worker", "no_room", "deadline", "overload"]
+Reason = Literal["no_worker", "no_room", "deadline", "tpot", "overload"]
 Cause = Literal["worker_lost", "failed", "timeout", "draining", "queue_full", "transfer_failed"]
 """How an attempt failed: its worker died; said that it failed; was silent too long; takes nothing new; has no room; or the KV did not cross."""
 Outcome = Literal["complete", "cancelled", "failed"]
@@ -47,8 +47,8 @@ class Worker:
     """As decode worker it can compute prompts itself."""
     slots: int = 32
     """Most requests that decode together."""
-    prior_tokens_per_s: float = 1_000.0
-    """Speed at which it computes prompts, until it is measured."""
+    prior_tokens_per_s: float | None = None
+    """Speed at which it computes prompts, until it is measured. None: nobody knows; see `state.GUESS`."""
     model: str = ""
     """Only requests for this model go here; empty: any."""
     overhead_s: float = 0.0

@@ -63,6 +63,11 @@ class Estimate:
         """Time to the first token."""
         return self.queue_s + self.compute_s + self.transfer_s + self.wait_s
 
+    @property
+    def computer(self) -> Standing:
+        """Who computes the prompt."""
+        return self.prefill or self.decode
+
     def terms(self) -> dict[str, float]:
         """Return the figures by name."""
         figures = {

@@ -10,6 +10,7 @@ they are used up or not wanted any more: so that requests which come between two
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from math import inf
 from random import Random
@@ -18,6 +19,7 @@ from typing import Final, Literal
 from regauge.blocks import CacheEvent
 from regauge.config_route import RouteConfig
 from regauge.route import admission
+from regauge.route.admission import Limits
 from regauge.route.cluster import Candidate, Cause, Link, Load, Outcome, Refusal, Request, Route, Worker
 from regauge.route.health import Breaker
 from regauge.route.model import Estimate, View, estimate
@@ -29,6 +31,7 @@ from regauge.route.why import Journal
 
 BLAMELESS: Final[frozenset[Cause]] = frozenset({"draining", "queue_full"})
 """Failures that say nothing of a worker's health."""
+PLACED: Final = "placed"
 TRUST_STEP: Final = 0.1
 SLOW_SHARE: Final = 3
 """One worker in so many of a role may be left out for slowness."""
@@ -54,6 +57,8 @@ class Router:
         self._turns: dict[str, int] = {}
         self._trust: dict[str, float] = {}
         self._links: dict[str, dict[str, Link]] = {}
+        self.decisions: Counter[str] = Counter()
+        """Placed attempts, and those that were not by the reason; so far."""
 
     # What happens to workers
 
@@ -120,18 +125,18 @@ class Router:
         if request.id in self._bookings:
             raise ValueError(f"attempt {request.id!r} is booked already")
         decided = self._decide(request, now)
+        self.decisions[decided.reason if isinstance(decided, Refusal) else PLACED] += 1
         self.journal.decided(request, decided, now)
         return decided
 
     def prefilled(self, attempt: str, now: float, cached: int, computed: int, seconds: float | None = None) -> None:
-        """An attempt's prompt is computed and its KV has crossed; `seconds` that computing took, if known."""
+        """An attempt's prompt is computed and its KV has crossed; `seconds` that computing alone took, if known."""
         booking = self._bookings.get(attempt)
         if booking is None or not booking.computing:
             return
         computer = booking.prefill or booking.decode
         self._crossed(booking, now)
-        if seconds is not None:
-            computer.computed(computed, cached, seconds)
+        computer.computed(booking, computed, cached, now, seconds)
         if booking.cached and self._workers.get(computer.name) is computer:
             trust = self._trust.get(computer.name, 1.0)
             self._trust[computer.name] = trust + TRUST_STEP * (min(1.0, cached / booking.cached) - trust)
@@ -146,11 +151,14 @@ class Router:
             return
         booking.first = now
         measured = now - booking.made
-        ratio = self.correction.measured(booking.predicted_s, measured, now)
+        if booking.computing and booking.prefill is None:
+            booking.decode.computed(booking, booking.tokens, booking.cached, now, None)
         self._crossed(booking, now)
-        for standing in _both(booking) if booking.known else ():
-            standing.breaker.timed(ratio)
-            self._slow(standing, now)
+        if not booking.guessed:
+            ratio = self.correction.measured(booking.predicted_s, measured, now)
+            for standing in _both(booking) if booking.known else ():
+                standing.breaker.timed(ratio)
+                self._slow(standing, now)
         self.journal.happened(
             attempt, now, f"first token after {measured:.3f} s, {booking.predicted_s:.3f} s predicted"
         )
@@ -222,10 +230,10 @@ class Router:
         made = self._estimates(request, view)
         if not made:
             return self._no_pair(request, view)
-        ratio, limit = self.correction.factor(now), admission.deadline(request, self.config)
-        chosen = next((one for one in made if one.ttft_s * ratio <= limit), None)
-        if chosen is None:
-            return admission.late(min(one.ttft_s for one in made) * ratio, limit)
+        ratio = self.correction.factor(now)
+        chosen = admission.choose(made, Limits.of(request, self.config), ratio)
+        if isinstance(chosen, Refusal):
+            return chosen
         tpot_limit = self.config.tpot_s if request.tpot_s is None else request.tpot_s
         if tpot_limit is not None and (chosen.tpot_s or 0.0) > tpot_limit:
             slow = f"{chosen.tpot_s:.4f} s per token are predicted, beyond the limit of {tpot_limit:g} s"
@@ -277,10 +285,10 @@ class Router:
     def _book(self, request: Request, chosen: Estimate, now: float) -> None:
         booking = Booking(
             request.id, now, chosen.prefill, chosen.decode, request.tokens - chosen.cached, chosen.compute_s,
-            request.tokens + request.max_tokens, chosen.cached, chosen.ttft_s, chosen.known,
+            request.tokens + request.max_tokens, chosen.cached, chosen.ttft_s, chosen.known, chosen.computer.guessed,
         )  # fmt: skip
         self._bookings[request.id] = booking
-        computer = chosen.prefill or chosen.decode
+        computer = chosen.computer
         computer.enqueue(booking, now)
         chosen.decode.seat(booking)
         if chosen.prefill is not None:

@@ -8,7 +8,7 @@ come on top. If the worker says less than we had booked, it has got on with the 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from math import inf
+from math import exp, inf
 from typing import Final
 
 from regauge.route.cluster import Link, Load, Worker
@@ -23,6 +23,10 @@ SPEED_STEP: Final = 0.2
 """Weight of the newest measurement in a mean."""
 PAGE_TOKENS: Final = 16
 """Page size of a worker that does not say."""
+GUESS: Final = 1_000.0
+"""Prompt tokens per second of a worker of which nobody knows them. Where a limit of time holds, it gets one prompt at a time until one is measured."""
+MEMORY_S: Final = 20.0
+"""Seconds of computing after which what was measured counts 1/e."""
 HOLD_S: Final = 5.0
 """How long a request holds its place in decode, until that is measured."""
 
@@ -45,6 +49,8 @@ class Booking:
     """Time to the first token, before correction."""
     known: bool = True
     """All of what it takes was predicted: its link's rate is known."""
+    guessed: bool = False
+    """Its computation was a guess: see `GUESS`."""
     first: float | None = None
     """When its first token came."""
     computing: bool = True
@@ -64,7 +70,13 @@ class Standing:
     up: bool = True
     speed: float = 0.0
     """Prompt tokens per second: the worker's own figure, else what its answers came to, else its prior."""
-    measured_speed: float | None = None
+    measured_tokens: float = 0.0
+    measured_s: float = 0.0
+    """What its answers came to of late: tokens, and the seconds that they took."""
+    free_since: float = -inf
+    """When the last prompt that was computed here was done."""
+    tpot_batch: int = 0
+    """Requests that ran while `load.tpot_s` was measured."""
     nic: Nic = field(default_factory=Nic)
     links: dict[str, Link] = field(default_factory=dict)
     """Of a prefill worker, by the name of the decode worker."""
@@ -90,7 +102,27 @@ class Standing:
 
     def __post_init__(self) -> None:
         self.name = self.worker.name
-        self.speed = self.worker.prior_tokens_per_s
+        self.speed = self.worker.prior_tokens_per_s or GUESS
+
+    @property
+    def guessed(self) -> bool:
+        """Whether nobody knows its speed: no prior, no report, no answer."""
+        return not (self.worker.prior_tokens_per_s or self.measured_s or self.load.prefill_tokens_per_s)
+
+    @property
+    def empty(self) -> bool:
+        """Whether no prompt is known to be computed here."""
+        return not self.queue and not self.foreign_s
+
+    @property
+    def taken(self) -> int:
+        """Decode slots that are in use or promised."""
+        return len(self.seats) + self.foreign_seats
+
+    @property
+    def measured_speed(self) -> float | None:
+        """Tokens per second that its answers came to; None: there was none."""
+        return self.measured_tokens / self.measured_s if self.measured_s else None
 
     def compute_s(self, tokens: int, cached: int) -> float:
         """Return the seconds to compute `tokens` tokens of a prompt after `cached` ones."""
@@ -155,7 +187,7 @@ class Standing:
         pages = self.pages_for(tokens)
         if load.pages is not None and pages > load.pages:
             return inf
-        seats = len(self.seats) + self.foreign_seats
+        seats = self.taken
         over = seats + 1 - self.worker.slots
         turn_s = self.hold_s / max(1, min(seats, self.worker.slots))  # one of them ends every so often
         wait = over * turn_s if over > 0 else 0.0
@@ -171,12 +203,20 @@ class Standing:
 
         A batch that fills all slots is taken to be twice as slow as one request.
         """
-        measured, running = self.load.tpot_s, self.load.running
+        measured = self.load.tpot_s
         if measured is None:
             return None
-        slots = self.worker.slots
-        now = len(self.seats) + self.foreign_seats + more
-        return measured * (slots + now) / (slots + (running if running is not None else now))
+        slots, running = self.worker.slots, self.load.running
+        now = self.taken + more
+        return measured * (slots + now) / (slots + (self.tpot_batch if running is not None else now))
+
+    def tpot_wait_s(self, limit_s: float) -> float:
+        """Return the seconds until one request more is predicted to stay within a limit of time per token."""
+        tpot, seats = self.tpot_s() or 0.0, self.taken
+        if tpot <= limit_s or not seats:
+            return 0.0
+        over = (1 - limit_s / tpot) * (self.worker.slots + seats + 1)
+        return min(over, seats) * self.hold_s / seats
 
     def report(self, load: Load, now: float) -> None:
         """Take what the worker said of itself when it was asked at `now`. Reports that were overtaken are ignored."""
@@ -185,9 +225,12 @@ class Standing:
         known = now - TRANSIT_S
         if load.prefill_tokens_per_s:
             self.speed = load.prefill_tokens_per_s
-        elif self.measured_speed is not None:
-            self.speed = self.measured_speed
-        page_size = self.load.page_size
+        elif (measured := self.measured_speed) is not None:
+            self.speed = measured
+        page_size, running = self.load.page_size, load.running or 0
+        if load.tpot_s != self.load.tpot_s:
+            # It is a mean over steps before the report: an idle worker's was measured while it was busy.
+            self.tpot_batch = max(running, self.load.running or 0)
         self.load, self.reported = load, now
         if load.page_size != page_size:
             self.pages_used = sum(self.pages_for(booking.pages_tokens) for booking in self.seats.values())
@@ -211,16 +254,20 @@ class Standing:
         self.done_s = seconds * (1 - queued / tokens) if queued < tokens else 0.0
         self.done_at = now
 
-    def computed(self, tokens: int, cached: int, seconds: float) -> None:
-        """Learn from a prompt of which `tokens` were computed in `seconds`."""
+    def computed(self, booking: Booking, tokens: int, cached: int, now: float, seconds: float | None) -> None:
+        """Learn from a prompt of which `tokens` were computed in `seconds`; None: since it was sent, or the one before it was done.
+
+        Prompts that are computed together come to their end together: the first of them has all the time, and the sums are right.
+        """
         worker = self.worker
-        attention = worker.attention_s * tokens * (cached + tokens / 2)
-        rest = seconds - worker.overhead_s - attention
-        if tokens < 1 or rest <= 0:
+        if seconds is None:
+            seconds = now - max(booking.made, self.free_since)
+        self.free_since = now
+        if tokens < 1:
             return
-        speed = tokens / rest
-        self.measured_speed = (
-            speed if self.measured_speed is None else self.measured_speed + SPEED_STEP * (speed - self.measured_speed)
-        )
-        if not self.load.prefill_tokens_per_s:
-            self.speed = self.measured_speed
+        rest = max(0.0, seconds - worker.overhead_s - worker.attention_s * tokens * (cached + tokens / 2))
+        keep = exp(-rest / MEMORY_S)
+        self.measured_tokens = keep * self.measured_tokens + tokens
+        self.measured_s = keep * self.measured_s + rest
+        if not self.load.prefill_tokens_per_s and self.measured_s:
+            self.speed = self.measured_tokens / self.measured_s

@@ -15,7 +15,6 @@ from contextlib import aclosing
 from types import MappingProxyType
 from typing import Any, Final, Protocol
 
-from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -23,6 +22,7 @@ from regauge import observe
 from regauge.errors import RegaugeError
 from regauge.observe import Metrics, get_logger
 from regauge.serve import anthropic
+from regauge.serve.deadlines import Deadlines
 from regauge.serve.failures import api_error, too_many
 from regauge.serve.openai import SERVER_ERROR, ApiError
 from regauge.serve.relay import Job
@@ -64,6 +64,7 @@ class House:
         self.draining = False
         self.limit = limit
         """Most choices that are in at once."""
+        self.deadlines = Deadlines()
         self._metrics = metrics
         self._choices = 0
         self._jobs: set[Guest] = set()
@@ -244,7 +245,7 @@ class Envelope:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given = Headers(scope=scope).get("x-request-id", "")
+        given = next((value.decode("latin-1") for name, value in scope["headers"] if name == b"x-request-id"), "")
         request_id = given if _SANE_ID.fullmatch(given) else f"req-{secrets.token_hex(12)}"
         state: dict[str, Any] = scope.setdefault("state", {})
         state["request_id"] = request_id
@@ -254,10 +255,10 @@ class Envelope:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                headers = MutableHeaders(scope=message)
-                headers["x-request-id"] = request_id
+                named = [(b"x-request-id", request_id.encode())]
                 if anthropic.speaks(scope["path"]):
-                    headers["request-id"] = request_id  # that API's own name for it
+                    named.append((b"request-id", request_id.encode()))  # that API's own name for it
+                message["headers"] = [*message["headers"], *named]
             await send(message)
 
         try:

@@ -44,6 +44,8 @@ class Task:
     generated: list[int]
     sampling: SamplingParams
     meter: wire.MeterTag | None = None
+    salt: str = ""
+    """As `wire.Prefill.salt`."""
 
 
 @dataclass(eq=False)
@@ -144,6 +146,7 @@ class Attempt:
             handover=decode.continues,
             generated=task.generated,
             meter=task.meter,
+            salt=task.salt,
         )
         self.prefilled = await worker.client.prefill(body, self.deadline, self.headers)
         self.cached = self.prefilled.cached_tokens
@@ -155,7 +158,7 @@ class Attempt:
         task = self.task
         senders = [] if self.prefill is None else self.prefill.client.address.senders
         body = wire.Generate(
-            task.request_id, task.transfer_id, task.token_ids, task.sampling, senders, generated=task.generated, meter=task.meter
+            task.request_id, task.transfer_id, task.token_ids, task.sampling, senders, generated=task.generated, meter=task.meter, salt=task.salt
         )  # fmt: skip
         async with aclosing(self.decode.client.generate(body, self.deadline, self.headers)) as events:
             async for event in events:

@@ -11,7 +11,7 @@ import abc
 import asyncio
 import ssl
 from collections.abc import AsyncGenerator, Mapping
-from contextlib import AbstractAsyncContextManager, suppress
+from contextlib import suppress
 from typing import Final, TypeVar
 
 import msgspec
@@ -21,7 +21,7 @@ from regauge.errors import ProtocolError, RegaugeError
 from regauge.layout.spec import Layout
 from regauge.move.state import WorkerState
 from regauge.serve import wire
-from regauge.serve.exchange import Broken, Exchange, Exchanges, request
+from regauge.serve.exchange import Broken, Exchange, Exchanges, Origin, request
 
 CONNECT_S: Final = 2.0
 """Most seconds for a connection to be made: workers are near."""
@@ -148,45 +148,68 @@ class Connection(abc.ABC):
         body: bytes | None = None,
         headers: Mapping[str, str] | None = None,
         secure: ssl.SSLContext | None = None,
-    ) -> AbstractAsyncContextManager[Exchange]:
+    ) -> Call:
         """Send a request and yield its answer; `path` may be a whole URL instead. A deadline of None: not even `give_up` ends it.
 
         All that is read of the answer is under the deadline.
         """
-        return _Call(self, method, path, deadline, body, headers or {}, secure)
+        return Call(self, method, path, deadline, body, headers or {}, secure)
 
-    async def open(self, call: _Call) -> Exchange:
+    async def open(self, call: Call) -> Exchange:
         """Do what `call` says, up to the answer's headers. Raises WorkerLost, RequestTimeout."""
-        deadline = call.deadline
-        if deadline is not None and self._dead is not None:
-            raise WorkerLost(self.name, self.role, self._dead)
-        url = self._base + call.path if call.path.startswith("/") else call.path
+        exchange = self.begin(call) or await self.connect(call)
         try:
-            origin, target = self._exchanges.origin(url, call.secure)
-            sent = {"Authorization": self._bearer, "Content-Type": "application/json", **call.headers}
-            data = request(call.method, origin, target, sent, call.body)
-            wire = self._exchanges.kept(origin)
-            if wire is None:
-                async with asyncio.timeout(CONNECT_S):
-                    wire = await self._exchanges.connect(origin)
+            await exchange.begin()
+        except Broken as error:
+            self.shut(exchange)
+            raise self.lost(error) from error
+        except BaseException:
+            self.shut(exchange)
+            raise
+        return exchange
+
+    def begin(self, call: Call) -> Exchange | None:
+        """Send a request where a connection is there for it. Raises WorkerLost."""
+        if call.deadline is not None and self._dead is not None:
+            raise WorkerLost(self.name, self.role, self._dead)
+        origin, data = self._written(call)
+        wire = self._exchanges.kept(origin)
+        return None if wire is None else self._asked(call, wire.ask(data))
+
+    async def connect(self, call: Call) -> Exchange:
+        """Send a request over a new connection. Raises WorkerLost."""
+        origin, data = self._written(call)
+        try:
+            async with asyncio.timeout(CONNECT_S):
+                wire = await self._exchanges.connect(origin)
         except TimeoutError as error:
             raise WorkerLost(self.name, self.role, f"no connection within {CONNECT_S:g} s") from error
         except (OSError, ValueError) as error:
             raise WorkerLost(self.name, self.role, str(error) or type(error).__name__) from error
-        exchange = wire.ask(data)
+        exchange = self._asked(call, wire.ask(data))
+        if call.deadline is not None and self._dead is not None:  # since
+            self.shut(exchange)
+            raise WorkerLost(self.name, self.role, self._dead)
+        return exchange
+
+    def lost(self, error: Broken) -> WorkerLost:
+        """Return what a broken connection means."""
+        return WorkerLost(self.name, self.role, str(error))
+
+    def _written(self, call: Call) -> tuple[Origin, bytes]:
+        url = self._base + call.path if call.path.startswith("/") else call.path
         try:
-            if deadline is not None:
-                self._running.add(exchange)
-                exchange.limit(deadline, RequestTimeout(f"{self.role} worker {self.name} did not finish in time"))
-                if self._dead is not None:  # since
-                    raise WorkerLost(self.name, self.role, self._dead)
-            await exchange.begin()
-        except Broken as error:
-            self.shut(exchange)
+            origin, target = self._exchanges.origin(url, call.secure)
+            sent = {"Authorization": self._bearer, "Content-Type": "application/json", **call.headers}
+            return origin, request(call.method, origin, target, sent, call.body)
+        except ValueError as error:
             raise WorkerLost(self.name, self.role, str(error)) from error
-        except BaseException:
-            self.shut(exchange)
-            raise
+
+    def _asked(self, call: Call, exchange: Exchange) -> Exchange:
+        if call.deadline is not None:
+            self._running.add(exchange)
+            late = RequestTimeout(f"{self.role} worker {self.name} did not finish in time")
+            exchange.limit(call.deadline, late)
         return exchange
 
     def shut(self, exchange: Exchange) -> None:
@@ -199,14 +222,14 @@ class Connection(abc.ABC):
         try:
             return await answer.readany()
         except Broken as error:
-            raise WorkerLost(self.name, self.role, str(error)) from error
+            raise self.lost(error) from error
 
     async def whole(self, answer: Exchange) -> bytes:
         """Return the rest of an answer. Raises as `more`."""
         try:
             return await answer.read()
         except Broken as error:
-            raise WorkerLost(self.name, self.role, str(error)) from error
+            raise self.lost(error) from error
 
     async def read(self, answer: Exchange, kind: type[Reply]) -> Reply:
         """Read a whole answer. Raises as `refusal`, and ProtocolError for what is no such answer."""
@@ -237,8 +260,8 @@ class Connection(abc.ABC):
                     pass
 
 
-class _Call:
-    """A request that is made when it is entered, and ended when it is left."""
+class Call:
+    """A request that is made when it is entered, and ended when it is left; or that `Leg`s make otherwise."""
 
     def __init__(
         self,

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Coroutine
-from typing import Any
+from typing import Any, Final
+
+import numpy as np
 
 from regauge.config import Role
 from regauge.engines.local.kv import PagedKV
 from regauge.engines.local.model import LocalModel
 from regauge.engines.local.prefix import PrefixCache
-from regauge.engines.local.scheduler import Scheduler, pages_needed
+from regauge.engines.local.scheduler import Output, Request, Scheduler, pages_needed
+from regauge.engines.local.speed import Speed
 from regauge.engines.local.thread import EngineThread
 from regauge.errors import EngineError, RegaugeError
 from regauge.move.bound import Memory
@@ -23,6 +26,10 @@ from regauge.move.pages import PagePool
 from regauge.serve import wire
 from regauge.serve.admission import Admission
 from regauge.serve.receipts import Notary
+
+MEASURE: Final = "measurement"
+MEASURED_ANSWER: Final = 4
+"""Tokens."""
 
 
 class RefusalError(RegaugeError):
@@ -71,6 +78,27 @@ class Core:
             raise RefusalError("prompt_too_large", f"{pages} pages are needed, the pool has {self.pool.pages}")
         if len(self.jobs) >= self.spec.config.limits.max_queue:
             raise RefusalError("queue_full", f"{len(self.jobs)} requests are here already")
+
+    async def measure(self) -> None:
+        """Compute something as requests will, so that the gateway knows from the start how long a prompt takes. Raises EngineError."""
+        sampling = wire.SamplingParams(max_tokens=MEASURED_ANSWER, temperature=0, ignore_eos=True)
+        most = min(self.scheduler.context, self.pool.pages * self.pool.page_size)
+        tokens = (0,) * max(1, min(self.config.chunk_tokens, most - MEASURED_ANSWER))
+        pages = self.pages_for(len(tokens), sampling, prefill_only=False)
+        leased = await self.admission.lease(MEASURE, pages)
+        try:
+            for _ in range(2):  # the first time much is made that is there the second time
+                self.engine.speed = Speed()
+                outputs: asyncio.Queue[Output] = asyncio.Queue()
+                request = Request(MEASURE, tokens, sampling, np.array(leased.pages, np.int64))
+                await self.engine.add(request, outputs.put_nowait)
+                while (output := await outputs.get()).finish_reason is None:
+                    pass
+                if output.error is not None:
+                    raise output.error
+        finally:
+            await self.engine.abort(MEASURE)
+            self.admission.release(MEASURE)
 
     def take(self, roles: Collection[Role]) -> None:
         """Take requests of these roles alone from now on."""

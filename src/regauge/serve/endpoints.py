@@ -7,10 +7,11 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import Final
 
 import msgspec
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
@@ -21,6 +22,7 @@ from regauge.serve.cards import ModelCard, ModelList
 from regauge.serve.choice import Choice
 from regauge.serve.dialects import writer_for
 from regauge.serve.failures import unavailable
+from regauge.serve.front import Asking, Endpoint
 from regauge.serve.openai import (
     COMPLETION_MAX_TOKENS,
     SERVER_ERROR,
@@ -53,6 +55,7 @@ class Gateway:
         self._tenants = tenants
         self._tokenizer = service.tokenizer
         self._passing = config.gateway.passthrough == "auto"
+        self._isolates = config.gateway.isolate_prefixes
         self._created = int(time.time())
         own = service.tokenizer.max_context
         engines = min(config.prefill.max_context, config.decode.max_context)
@@ -66,39 +69,39 @@ class Gateway:
     def routes(self) -> list[Route]:
         """Return the routes; `observe.ROUTES` lists the same for the metrics' labels."""
         return [
-            Route("/v1/chat/completions", self.chat, methods=["POST"]),
-            Route("/v1/completions", self.complete, methods=["POST"]),
-            Route(anthropic.MESSAGES, self.messages, methods=["POST"]),
-            Route(anthropic.COUNT, self.count_tokens, methods=["POST"]),
-            Route(passthrough.RESPONSES.path, self.responses, methods=["POST"]),
+            Route("/v1/chat/completions", Endpoint(self.chat), methods=["POST"]),
+            Route("/v1/completions", Endpoint(self.complete), methods=["POST"]),
+            Route(anthropic.MESSAGES, Endpoint(self.messages), methods=["POST"]),
+            Route(anthropic.COUNT, Endpoint(self.count_tokens), methods=["POST"]),
+            Route(passthrough.RESPONSES.path, Endpoint(self.responses), methods=["POST"]),
             Route("/v1/models", self.models),
             Route("/v1/models/{id:path}", self.model),
         ]
 
-    async def chat(self, request: Request) -> Answer | PassAnswer:
+    async def chat(self, asking: Asking) -> Answer | PassAnswer:
         """`POST /v1/chat/completions`."""
-        return await self._either(request, passthrough.CHAT, parse_chat)
+        return await self._either(asking, passthrough.CHAT, parse_chat)
 
-    async def complete(self, request: Request) -> Answer | PassAnswer:
+    async def complete(self, asking: Asking) -> Answer | PassAnswer:
         """`POST /v1/completions`."""
-        return await self._either(request, passthrough.COMPLETION, parse_completion)
+        return await self._either(asking, passthrough.COMPLETION, parse_completion)
 
-    async def messages(self, request: Request) -> Answer | PassAnswer:
+    async def messages(self, asking: Asking) -> Answer | PassAnswer:
         """`POST /v1/messages`."""
-        return await self._either(request, passthrough.MESSAGES, anthropic.parse_messages)
+        return await self._either(asking, passthrough.MESSAGES, anthropic.parse_messages)
 
-    async def responses(self, request: Request) -> PassAnswer:
+    async def responses(self, asking: Asking) -> PassAnswer:
         """`POST /v1/responses`: for engines that have it themselves."""
-        body = await self._body(request)
+        body = await self._body(asking)
         if not self._passes:
             message = "/v1/responses is passed on to engines that have it: this needs workers that are all vLLM, or all SGLang, and gateway.passthrough auto"
             raise ApiError(501, message, type=SERVER_ERROR, code="not_implemented")
-        return self._pass(request, passthrough.read(passthrough.RESPONSES, body))
+        return self._pass(asking, passthrough.read(passthrough.RESPONSES, body))
 
-    async def count_tokens(self, request: Request) -> Response:
+    async def count_tokens(self, asking: Asking) -> Response:
         """`POST /v1/messages/count_tokens`."""
-        model, messages = anthropic.parse_count(await self._body(request))
-        self._check_model(request, model)
+        model, messages = anthropic.parse_count(await self._body(asking))
+        self._check_model(asking.tenant, model)
         long = sum(len(message["content"]) + PIECE for message in messages) > LONG_TEXT
         ids = await asyncio.to_thread(self._encode_chat, messages) if long else self._encode_chat(messages)
         return _json(anthropic.TokenCount(len(ids)))
@@ -110,37 +113,35 @@ class Gateway:
 
     async def model(self, request: Request) -> Response:
         """`GET /v1/models/{id}`."""
-        self._check_model(request, request.path_params["id"])
+        self._check_model(request.state.tenant, request.path_params["id"])
         return _json(self._card())
 
     def _card(self) -> ModelCard:
         return ModelCard(id=self._service.model, created=self._created, max_model_len=self._context)
 
-    def _check_model(self, request: Request, name: str) -> None:
-        tenant: Tenant = request.state.tenant
+    def _check_model(self, tenant: Tenant, name: str) -> None:
         if name != self._service.model or not tenant.allows(name):
             has = repr(self._service.model) if tenant.allows(self._service.model) else "none for this API key"
             message = f"the model {name!r} does not exist; this server has {has}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
-    async def _body(self, request: Request) -> bytes:
+    async def _body(self, asking: Asking) -> bytes:
         limit = self._limits.max_body_bytes
-        parts, size = [], int(request.headers.get("content-length", "0"))
         too_large = ApiError(413, f"the body is larger than {limit} bytes", code="request_too_large")
-        if size > limit:
+        if int(asking.header(b"content-length") or 0) > limit:
             raise too_large
-        size = 0
+        parts: list[bytes] = []
+        size, more = 0, True
         try:
-            async with asyncio.timeout(self._limits.request_timeout_s):
-                async for part in request.stream():
+            async with nullcontext() if asking.whole else asyncio.timeout(self._limits.request_timeout_s):
+                while more:
+                    part, more = await asking.read()
                     size += len(part)
                     if size > limit:
                         raise too_large
                     parts.append(part)
         except TimeoutError as error:
             raise ApiError(408, "the body did not arrive in time", code="timeout") from error
-        except ClientDisconnect as error:
-            raise ApiError(400, "the connection closed before the body's end") from error
         return b"".join(parts)
 
     @property
@@ -148,12 +149,13 @@ class Gateway:
         return self._passing and self._service.fleet.api is not None
 
     async def _either(
-        self, request: Request, route: passthrough.Route, parse: Callable[[bytes], Ask]
+        self, asking: Asking, route: passthrough.Route, parse: Callable[[bytes], Ask]
     ) -> Answer | PassAnswer:
         """Answer a request here, or pass its body on."""
-        body = await self._body(request)
-        if not self._passes:
-            return await self._answer(request, parse(body))
+        body = await self._body(asking)
+        # Neither engine takes a salt with the Messages API: what must not be shared is put into tokens here.
+        if not self._passes or (route is passthrough.MESSAGES and self._salt(asking.tenant)):
+            return await self._answer(asking, parse(body))
         asked = passthrough.read(route, body)
         if asked.alone:  # it takes several prompts' KV caches: here it is several requests, if all of it is known here
             try:
@@ -164,30 +166,35 @@ class Gateway:
                         400, f"these engines cannot do it: {asked.alone}", code="unsupported_parameter"
                     ) from None
             else:
-                return await self._answer(request, ask)
-        return self._pass(request, asked)
+                return await self._answer(asking, ask)
+        return self._pass(asking, asked)
 
-    def _pass(self, request: Request, asked: passthrough.Asked) -> PassAnswer:
-        self._check_model(request, asked.model)
+    def _pass(self, asking: Asking, asked: passthrough.Asked) -> PassAnswer:
+        self._check_model(asking.tenant, asked.model)
         self._check_service()
-        tenant: Tenant = request.state.tenant
-        name = f"{request.state.request_id}-{secrets.token_hex(4)}-0"
-        sender = Sender(name, tenant.name, tenant.priority, self._headers(request))
+        tenant = asking.tenant
+        name = f"{asking.request_id}-{secrets.token_hex(4)}-0"
+        sender = Sender(name, tenant.name, tenant.priority, self._headers(asking), self._salt(tenant))
         job = PassJob(asked, sender, self._service, asked.most or self._limits.default_max_tokens)
-        request.scope["state"]["grant"] = self._tenants.take(tenant, job.prompt_tokens + job.max_tokens)
+        asking.scope["state"]["grant"] = self._tenants.take(tenant, job.prompt_tokens + job.max_tokens)
         self._house.enter(job)
-        self._service.names.add(request.state.request_id, [name])
+        self._service.names.add(asking.request_id, [name])
         return PassAnswer(job, asked, self._house, self._limits.request_timeout_s + SLOW_READER_S)
 
-    def _headers(self, request: Request) -> dict[str, str]:
+    def _salt(self, tenant: Tenant) -> str:
+        """Return what parts this tenant's prompts from others' in prefix caches, so that nobody can find out others' prompts by how soon an answer comes."""
+        isolates = not self._tenants.open if self._isolates is None else self._isolates
+        return tenant.name if isolates else ""
+
+    def _headers(self, asking: Asking) -> dict[str, str]:
         """Return the headers that go with a request to the workers."""
-        headers = {"X-Request-Id": request.state.request_id}
-        if _TRACEPARENT.fullmatch(trace := request.headers.get("traceparent", "")):
+        headers = {"X-Request-Id": asking.request_id}
+        if _TRACEPARENT.fullmatch(trace := asking.header(b"traceparent")):
             headers["traceparent"] = trace
         return headers
 
-    async def _answer(self, request: Request, ask: Ask) -> Answer:
-        self._check_model(request, ask.model)
+    async def _answer(self, asking: Asking, ask: Ask) -> Answer:
+        self._check_model(asking.tenant, ask.model)
         count = 1 if ask.chat else len(ask.prompts)
         if count * ask.n > self._limits.max_queue:
             raise bad("prompt", f"{count} prompts x n={ask.n} is more than {self._limits.max_queue} requests")
@@ -195,7 +202,7 @@ class Gateway:
         prompts = await asyncio.to_thread(self._encode, ask) if long else self._encode(ask)
         budgets = [self._budget(ids, ask, index) for index, ids in enumerate(prompts)]
         self._check_service()
-        request_id: str = request.state.request_id
+        request_id = asking.request_id
         salt = secrets.token_hex(4)  # a client may send the same X-Request-Id twice
         choices = [
             Choice(
@@ -209,11 +216,13 @@ class Gateway:
             for prompt, ids in enumerate(prompts)
             for nth in range(ask.n)
         ]
-        tenant: Tenant = request.state.tenant
+        tenant = asking.tenant
         most = sum(len(choice.token_ids) + choice.sampling.max_tokens for choice in choices)
-        request.scope["state"]["grant"] = self._tenants.take(tenant, most)
-        headers = self._headers(request)
-        job = Job(choices, self._service, tenant=tenant.name, priority=tenant.priority, headers=headers)
+        asking.scope["state"]["grant"] = self._tenants.take(tenant, most)
+        headers = self._headers(asking)
+        job = Job(
+            choices, self._service, tenant=tenant.name, priority=tenant.priority, salt=self._salt(tenant), headers=headers
+        )  # fmt: skip
         writer = writer_for(
             ask,
             tokenizer=self._tokenizer,

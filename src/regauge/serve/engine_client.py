@@ -129,6 +129,11 @@ class EngineClient(Connection):
         return told.read_layout()
 
     @property
+    def tells(self) -> bool:
+        """Whether somebody can say how its transfers stand."""
+        return bool(self._told)
+
+    @property
     def _told(self) -> list[str]:
         return [rank.status for rank in self.address.ranks if rank.status]
 

@@ -10,12 +10,14 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final, cast
 from urllib.parse import urlsplit
 
 import httptools
+
+from regauge.serve.deadlines import Deadline, Deadlines
 
 MAX_HEAD: Final = 64 << 10
 """Most bytes of an answer's headers."""
@@ -28,6 +30,10 @@ HELD: Final = 256 << 10
 
 class Broken(ConnectionError):
     """A connection ended in the midst of an answer, or brought something that is none."""
+
+
+class TooLong(Broken):
+    """An answer that is wanted whole has more than MAX_WHOLE bytes."""
 
 
 @dataclass(frozen=True)
@@ -57,19 +63,40 @@ class Origin:
 
 
 class Exchange:
-    """One request and its answer. `status` and `headers` (lower-case) are there once `begin` has returned."""
+    """One request and its answer. `status` and `headers` (lower-case) are there once `begin` has returned.
+
+    Either one awaits it, or is told by `listener` of each change, without a task that waits: then one looks at what has come.
+    """
 
     def __init__(self, wire: _Wire) -> None:
         self.status = 0
         self.headers: dict[str, str] = {}
         self.complete = False
+        self.gathers = False
+        """The body is wanted whole: nothing holds the connection back, up to MAX_WHOLE bytes."""
+        self.listener: Callable[[], None] | None = None
         self._wire = wire
         self._parts: list[bytes] = []
         self._held = 0
         self._read: bytes | None = None
         self._error: BaseException | None = None
         self._waiter: asyncio.Future[None] | None = None
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: Deadline | None = None
+
+    @property
+    def error(self) -> BaseException | None:
+        """Why no more will come."""
+        return self._error
+
+    @property
+    def has_body(self) -> bool:
+        """Whether some of the body has come, and has not been read."""
+        return bool(self._parts)
+
+    @property
+    def gathered(self) -> bytes:
+        """What has come of the body and has not been read."""
+        return b"".join(self._parts)
 
     @property
     def content_type(self) -> str:
@@ -78,7 +105,7 @@ class Exchange:
 
     def limit(self, at: float, error: BaseException) -> None:
         """Have it fail with an error at a time of the loop's clock, unless it is over by then."""
-        self._timer = self._wire.loop.call_at(at, self.fail, error)
+        self._timer = self._wire.deadlines.add(at, lambda: self.fail(error))
 
     async def begin(self) -> None:
         """Wait for the headers. Raises Broken, or what `fail` was given."""
@@ -93,13 +120,13 @@ class Exchange:
             await self._wait()
         data = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
         self._parts = []
-        if self._held > HELD:
+        if self._held > HELD and not self.gathers:
             self._wire.transport.resume_reading()
         self._held = 0
         return data
 
     async def read(self) -> bytes:
-        """Return the rest of the body, the same another time. Raises as `begin`, and Broken for more than MAX_WHOLE bytes."""
+        """Return the rest of the body, the same another time. Raises as `begin`, and TooLong."""
         if self._read is not None:
             return self._read
         parts, size = [], 0
@@ -107,7 +134,7 @@ class Exchange:
             parts.append(part)
             size += len(part)
             if size > MAX_WHOLE:
-                raise Broken(f"an answer of over {MAX_WHOLE} bytes")
+                raise TooLong(f"an answer of over {MAX_WHOLE} bytes")
         self._read = parts[0] if len(parts) == 1 else b"".join(parts)
         return self._read
 
@@ -133,6 +160,10 @@ class Exchange:
         """Take a part of the body."""
         self._parts.append(part)
         before, self._held = self._held, self._held + len(part)
+        if self.gathers:
+            if self._held > MAX_WHOLE:
+                self.fail(TooLong(f"an answer of over {MAX_WHOLE} bytes"))
+            return  # who wants it whole need not know of a part
         if self._held > HELD >= before:
             self._wire.transport.pause_reading()
         self._wake()
@@ -143,6 +174,8 @@ class Exchange:
         self._wake()
 
     def _wake(self) -> None:
+        if self.listener is not None:
+            self.listener()
         waiter = self._waiter
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
@@ -160,8 +193,9 @@ class Exchange:
 class _Wire(asyncio.Protocol):
     """One connection."""
 
-    def __init__(self, pool: deque[_Wire]) -> None:
+    def __init__(self, pool: deque[_Wire], deadlines: Deadlines) -> None:
         self.loop = asyncio.get_running_loop()
+        self.deadlines = deadlines
         self.transport: asyncio.Transport
         self.since = 0.0
         """When it was given back."""
@@ -264,6 +298,7 @@ class Exchanges:
         self._keep_s = keep_s
         self._idle: dict[Origin, deque[_Wire]] = {}
         self._bases: dict[tuple[str, int], tuple[Origin, str]] = {}
+        self._deadlines = Deadlines()
 
     def origin(self, url: str, trust: ssl.SSLContext | None) -> tuple[Origin, str]:
         """Return the origin and the target of a URL, remembered: there are few. Raises ValueError."""
@@ -289,11 +324,12 @@ class Exchanges:
         """Make a connection. Raises OSError."""
         pool = self._idle.setdefault(origin, deque())
         make = asyncio.get_running_loop().create_connection
-        _, wire = await make(lambda: _Wire(pool), origin.host, origin.port, ssl=origin.trust)
+        _, wire = await make(lambda: _Wire(pool, self._deadlines), origin.host, origin.port, ssl=origin.trust)
         return wire
 
     def close(self) -> None:
-        """End those that are idle."""
+        """End those that are idle, and all time limits."""
+        self._deadlines.close()
         for pool in self._idle.values():
             while pool:
                 pool.pop().transport.abort()

@@ -183,8 +183,13 @@ class Fleet:
         path = next(iter(paths)) if len(paths) == 1 else MIXED if paths else UNKNOWN
         return wire.VerdictInfo(path, "; ".join(texts))
 
+    def count(self) -> None:
+        """Put the router's totals into the metrics; every poll does, too."""
+        router, index = self.router, self.router.index
+        self._metrics.routing.count(router.decisions, gaps=index.stale_seen, dropped=index.dropped, blocks=len(index))
+
     def _add(self, address: wire.WorkerAddress) -> Worker:
-        worker = Worker(self._dial(address), self._metrics, self._policy, self._told)
+        worker = Worker(self._dial(address), self._metrics, self._policy, self._told, self._clock)
         self.workers[address.name] = worker
         now = self.now()
         self._stated[address.name] = reports.worker(worker)
@@ -212,6 +217,7 @@ class Fleet:
         if self.workers.get(name) is not worker:
             return
         self.router.health(name, worker.usable, now)
+        self.count()
         if health is not None:
             self._state(worker, health, now)
             if not self.pairs.knows(name):
@@ -254,10 +260,10 @@ class Fleet:
             self._stated[worker.client.name] = statement
             self.router.update(statement, now)
         self.router.report(
-            worker.client.name, reports.load(health, events=isinstance(worker.client, WorkerClient)), now
+            worker.client.name, reports.load(health, events=isinstance(worker.client, WorkerClient)), worker.asked
         )
         if worker.client.role == "decode":
-            self._link(worker, now)
+            self._link(worker, worker.asked)
 
     async def _ask(self, worker: Worker) -> None:
         """Ask for the layout, on which the paths of its pairs depend."""

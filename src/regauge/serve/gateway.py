@@ -32,7 +32,6 @@ import msgspec
 import uvloop
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -44,15 +43,15 @@ from regauge.move.tls import from_config
 from regauge.observe import Metrics, get_logger, setup_logging
 from regauge.route.router import Router
 from regauge.serve import reload, wire
-from regauge.serve.access import Access
-from regauge.serve.answer import Envelope, House, error_response
+from regauge.serve.answer import House, error_response
 from regauge.serve.collector import Collector
 from regauge.serve.discovery import Source
 from regauge.serve.endpoints import Gateway
 from regauge.serve.fleet import Fleet, dialer
+from regauge.serve.front import Front, bug
 from regauge.serve.metering import Meter, from_spec
 from regauge.serve.names import Names
-from regauge.serve.openai import SERVER_ERROR, ApiError
+from regauge.serve.openai import ApiError
 from regauge.serve.operations import Operations
 from regauge.serve.pairing import Pairs
 from regauge.serve.place import ALONE, Place, is_open, share
@@ -76,7 +75,7 @@ def build_app(
     tenants: Tenants | None = None,
     meter: Meter | None = None,
     pools: Sequence[Source] = (),
-) -> Starlette:
+) -> Front:
     """Return the gateway as an ASGI app; `app.state.house` is its `House`. Without `tenants` anybody may ask, without `meter` nothing is billed.
 
     `pools` tell of workers beside those that the fleet has.
@@ -111,7 +110,6 @@ def build_app(
 
     app = Starlette(
         routes=routes,
-        middleware=[Middleware(Envelope, metrics=metrics), Middleware(Access, tenants=tenants)],
         exception_handlers={ApiError: _on_api_error, HTTPException: _on_http_error, Exception: _on_bug},
         lifespan=lifespan,
     )
@@ -120,10 +118,10 @@ def build_app(
     app.state.router = fleet.router
     app.state.tenants = tenants
     app.state.metrics = metrics
-    return app
+    return Front(app, routes, metrics, tenants)
 
 
-async def serve(app: Starlette, config: ServeConfig, place: Place = ALONE, *, grace_s: float = GRACE_S) -> None:
+async def serve(app: Front, config: ServeConfig, place: Place = ALONE, *, grace_s: float = GRACE_S) -> None:
     """Serve until SIGINT or SIGTERM; read files anew on SIGHUP. Raises ConfigError that names the port if it cannot be had."""
     rules = config.gateway
     tls = None if rules.tls is None else tls_context(rules.tls)
@@ -239,20 +237,8 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
 
 
 async def _on_bug(request: Request, _: Exception) -> Response:
-    """Starlette logs and re-raises what it is; the client learns no inner details."""
-    request_id: str = request.state.request_id
-    response = error_response(
-        ApiError(
-            500,
-            f"internal error; look for request {request_id} in the log",
-            type=SERVER_ERROR,
-            code="internal_error",
-        ),
-        request.url.path,
-        request_id,
-    )
-    response.headers["x-request-id"] = request_id
-    return response
+    """Starlette logs and re-raises what it is."""
+    return error_response(bug(request.state.request_id), request.url.path, request.state.request_id)
 
 
 if __name__ == "__main__":

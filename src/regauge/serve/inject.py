@@ -8,10 +8,12 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final
+
+import msgspec
 
 from regauge.config import EngineName, Port
 from regauge.engines.sglang import room
@@ -21,8 +23,7 @@ RID_END: Final = "."
 """SGLang aborts every request whose id *begins* with the one that is named: ids end with a mark that is nowhere else in them."""
 
 
-@dataclass(frozen=True)
-class Leg:
+class Leg(msgspec.Struct, frozen=True):
     """A request's part in a transfer. To prefill: the decode engine's `receivers`; to decode: the prefill engine's `senders`, none of them where it computes the prompt itself."""
 
     request_id: str
@@ -32,6 +33,9 @@ class Leg:
     handover: bool = False
     """Prefill: whether decode needs the first token."""
 
+
+CACHE_SALT: Final = "cache_salt"
+"""What both engines call it that prompts of unlike salts share nothing of the prefix cache."""
 
 Fields = dict[str, Any]
 Inject = Callable[[Fields, Leg, str], Fields]
@@ -59,6 +63,13 @@ def sglang(fields: Fields, leg: Leg, id_field: str = "rid") -> Fields:
 
 INJECT: Final[Mapping[EngineName, Inject]] = MappingProxyType({"vllm": vllm, "sglang": sglang})
 """The engines with an API of their own."""
+
+
+def salted(salt: str, own: bytes = b"") -> Fields:
+    """Return the salt's field, none for an empty one; `own` is the client's salt, as JSON, which parts its prompts further and from no others'."""
+    if not salt:
+        return {}
+    return {CACHE_SALT: hashlib.blake2b(own, key=salt.encode(), digest_size=16).hexdigest() if own else salt}
 
 
 def refused(params: object) -> str:

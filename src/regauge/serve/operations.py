@@ -69,6 +69,7 @@ class Operations:
 
     async def scrape(self, _: Request) -> Response:
         """`GET /metrics`, for Prometheus."""
+        self._service.fleet.count()
         text, kind = self._metrics.exposition()
         return Response(text, media_type=kind)
 

@@ -8,24 +8,25 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, Final
 
 import msgspec
 
 from regauge.config import Role
-from regauge.errors import ProtocolError
+from regauge.errors import ProtocolError, RegaugeError
 from regauge.serve import inject, wire
 from regauge.serve.connection import MAX_PART, WorkerError, WorkerLost
 from regauge.serve.engine_client import EngineClient
+from regauge.serve.errand import Errand
 from regauge.serve.exchange import Exchange
 from regauge.serve.inject import RID_END, Leg
 from regauge.serve.passthrough import Asked, Counts, Cutter, Meter
 from regauge.serve.replies import PromptDetails, Usage
 
+Deliver = Callable[[bytes], Awaitable[None]]
+"""Sends a part of an answer to the client."""
 SETTLE_S: Final = 0.5
 """After one leg's end, seconds to wait for the other's: a refusal comes from both, a failed transfer is often the other engine's death."""
 MAX_WHOLE: Final = 64 << 20
@@ -45,8 +46,7 @@ _NOT_THE_CLIENTS: Final = frozenset((401, 403, 407, 408, 429))
 """What an engine says under 500 that is no fault of the request."""
 
 
-@dataclass(frozen=True)
-class Head:
+class Head(msgspec.Struct, frozen=True):
     """How an engine's answer begins; `headers` are those that may be passed on."""
 
     status: int
@@ -76,7 +76,7 @@ class _Prefilled(msgspec.Struct, frozen=True):
 
 @dataclass(eq=False)
 class Passage:
-    """One try; what it came to is in its fields, also where `chunks` raises.
+    """One try; what it came to is in its fields, also where `run` raises.
 
     `drop` has an engine end a request by its id, beside this: it is called for both where the try did not come to its good end.
     """
@@ -92,6 +92,8 @@ class Passage:
     headers: Mapping[str, str]
     """For the engines; none of the client's but what the gateway has checked."""
     drop: Callable[[EngineClient, str], None]
+    salt: str = ""
+    """As `wire.Prefill.salt`."""
     told: Callable[[int], None] = lambda _: None
     """Is told the tokens of the prompt that prefill had cached, as soon as it has delivered."""
     head: Head | None = None
@@ -113,6 +115,19 @@ class Passage:
     def __post_init__(self) -> None:
         self._meter = Meter(self.asked)
         self._name = self.asked.route.id_prefix + self.request_id
+        self._turn: asyncio.Future[None] | None = None
+        """What waits for something to be so, which is `_awaited`."""
+        self._awaited: Callable[[], bool] = self._prefill_over
+        self._heard = self._read = False
+        """Whether prefill's answer has come, and whether it has been read."""
+        self._telling: asyncio.Task[wire.TransferEvent | None] | None = None
+        senders = [] if self.prefill is None else self.prefill.address.senders
+        to_decode = Leg(self._name, self.transfer_id, senders=senders)
+        self._decoding = self._errand(self.decode, to_decode, whole=not self.asked.stream)
+        self._prefilling: Errand | None = None
+        if self.prefill is not None:
+            to_prefill = Leg(self._name, self.transfer_id, receivers=self.decode.address.receivers)
+            self._prefilling = self._errand(self.prefill, to_prefill, whole=True)
 
     @property
     def usage(self) -> Usage | None:
@@ -127,124 +142,140 @@ class Passage:
         events = self.events if self.asked.stream else 0
         return Usage(self.prompt_tokens, events, self.prompt_tokens + events, PromptDetails(self.cached_tokens or 0))
 
-    async def chunks(self) -> AsyncGenerator[bytes, None]:
-        """Yield the answer's bytes; for a stream as they come. Raises Refused, WorkerError, WorkerLost, RequestTimeout, ProtocolError."""
-        prefill = None if self.prefill is None else asyncio.create_task(self._prefill(self.prefill))
+    async def run(self, deliver: Deliver) -> None:
+        """Hand the answer's bytes over; of a stream as they come. Raises Refused, WorkerError, WorkerLost, RequestTimeout, ProtocolError."""
+        prefill = self._prefilling
+        legs = [self._decoding] if prefill is None else [prefill, self._decoding]
         try:
-            async with aclosing(self._decode(prefill)) as parts:
-                part = await self._begin(parts, prefill)
-                if part is None:
-                    raise ProtocolError(f"decode worker {self.decode.name} answered with nothing")
-                while part is not None:
-                    self.events += part.count(b"\n\n")
-                    yield part
-                    part = await anext(parts, None)
+            for leg in legs:
+                leg.start()
+            answer = await self._begin()
+            await self._answer(answer, deliver)
+            if self._telling is not None:
+                self.arrival = await self._telling
             if prefill is not None:
-                await asyncio.wait((prefill,), timeout=SETTLE_S)
-            self.whole = prefill is None or _good(prefill)
+                await self._until(self._prefill_over, SETTLE_S)
+            self.whole = prefill is None or prefill.came
         finally:
             self.ended = time.time()
-            await self._leave(prefill)
+            if self._telling is not None:
+                self._telling.cancel()
+            for leg in legs:
+                leg.stop()
+            if not self.whole:
+                for leg in legs:
+                    self.drop(leg.client, self._name)
 
-    async def _begin(self, parts: AsyncGenerator[bytes, None], prefill: asyncio.Task[None] | None) -> bytes | None:
-        """Wait for decode's first bytes; raise the cause if either leg fails before."""
-        first = asyncio.create_task(_next(parts))
-        legs = {first} if prefill is None else {first, prefill}
-        try:
-            await asyncio.wait(legs, return_when=asyncio.FIRST_COMPLETED)
-            if prefill is not None and _good(prefill):
-                await asyncio.wait((first,))
-            elif not _good(first):
-                await asyncio.wait(legs, timeout=SETTLE_S)
-            if not _good(first):
-                raise _cause(first, prefill)
-            return first.result()
-        finally:
-            first.cancel()
-            await asyncio.gather(first, return_exceptions=True)
+    async def _begin(self) -> Exchange:
+        """Wait for decode's first bytes, of a whole answer for all; raise the cause if either leg fails before."""
+        decode, prefill = self._decoding, self._prefilling
+        await self._until(lambda: decode.came or decode.failed or (prefill is not None and prefill.failed))
+        if not decode.came:
+            await self._until(lambda: (decode.came or decode.failed) and self._prefill_over(), SETTLE_S)
+        if not decode.came or decode.exchange is None:
+            raise await self._cause()
+        decode.exchange.listener = None  # from here on it is awaited
+        return decode.exchange
 
-    async def _leave(self, prefill: asyncio.Task[None] | None) -> None:
-        if prefill is not None:
-            prefill.cancel()
-            await asyncio.gather(prefill, return_exceptions=True)
-        if not self.whole:
-            for client in (self.prefill, self.decode):
-                if client is not None:
-                    self.drop(client, self._name)
-
-    async def _prefill(self, client: EngineClient) -> None:
-        leg = Leg(self._name, self.transfer_id, receivers=self.decode.address.receivers)
-        async with self._ask(client, leg) as answer:
-            await _accept(client, answer)
-            body = await _read(client, answer, MAX_WHOLE)
-        try:
-            told = msgspec.json.decode(body, type=_Prefilled)
-        except (msgspec.DecodeError, RecursionError) as error:
-            raise ProtocolError(f"answer of prefill worker {client.name}: {error}: {body[:80]!r}") from error
-        if why := inject.refused(told.kv_transfer_params):
-            raise WorkerError(wire.ErrorEvent("transfer_failed", why, client.name), client.role)
-        usage = None if told.usage is None else told.usage.usage(self.asked.route)
-        self.cached_tokens = 0 if usage is None else usage.prompt_tokens_details.cached_tokens
-        self.prompt_tokens = None if usage is None else usage.prompt_tokens
-        self.told(self.cached_tokens)
-
-    async def _decode(self, prefill: asyncio.Task[None] | None) -> AsyncGenerator[bytes, None]:
-        client, telling = self.decode, None
-        senders = [] if self.prefill is None else self.prefill.address.senders
-        async with self._ask(client, Leg(self._name, self.transfer_id, senders=senders)) as answer:
-            head = await _accept(client, answer)
-            streams = answer.content_type == "text/event-stream"
-            parts = self._events(answer, prefill) if streams else self._body(answer, prefill)
-            try:
-                async with aclosing(parts):
-                    async for part in parts:
-                        if self.head is None:
-                            self.head, self.first = head, time.time()
-                            if prefill is not None:  # beside the answer: the transfer has ended by now
-                                telling = asyncio.create_task(client.arrival(self.transfer_id))
-                        yield part
-                if telling is not None:
-                    self.arrival = await telling
-            finally:
-                if telling is not None:
-                    telling.cancel()
-
-    async def _events(self, answer: Exchange, prefill: asyncio.Task[None] | None) -> AsyncGenerator[bytes, None]:
+    async def _answer(self, answer: Exchange, deliver: Deliver) -> None:
+        head = Head(answer.status, _passed(answer.headers))
+        if answer.content_type != "text/event-stream":
+            data = await _read(self.decode, answer, MAX_WHOLE)
+            await self._give(head, self._meter.body(data, await self._cached()), deliver)
+            return
         cutter = Cutter()
         while chunk := await self.decode.more(answer):
             for piece, has_usage in cutter.push(chunk):
-                out = self._meter.event(piece, await self._cached(prefill)) if has_usage else piece
+                out = self._meter.event(piece, await self._cached()) if has_usage else piece
                 if out:
-                    yield out
+                    await self._give(head, out, deliver)
             if cutter.pending > MAX_PART:
                 raise ProtocolError(f"decode worker {self.decode.name} sent an event of over {MAX_PART} bytes")
         if rest := cutter.flush():
-            yield rest
+            await self._give(head, rest, deliver)
+        if self.head is None:
+            raise ProtocolError(f"decode worker {self.decode.name} answered with nothing")
 
-    async def _body(self, answer: Exchange, prefill: asyncio.Task[None] | None) -> AsyncGenerator[bytes, None]:
-        data = await _read(self.decode, answer, MAX_WHOLE)
-        yield self._meter.body(data, await self._cached(prefill))
+    async def _give(self, head: Head, part: bytes, deliver: Deliver) -> None:
+        if self.head is None:
+            self.head, self.first = head, time.time()
+            if self._prefilling is not None and self.decode.tells:  # beside the answer: the transfer has ended by now
+                self._telling = asyncio.create_task(self.decode.arrival(self.transfer_id))
+        self.events += part.count(b"\n\n")
+        await deliver(part)
 
-    async def _cached(self, prefill: asyncio.Task[None] | None) -> int | None:
+    def _moved(self) -> None:
+        """Look at what has changed in either leg."""
+        prefill = self._prefilling
+        if prefill is not None and not self._heard and prefill.came:
+            self._heard = True  # not within the parser, which takes any error for a fault of the answer
+            asyncio.get_running_loop().call_soon(self._prefilled, prefill)
+        turn = self._turn
+        if turn is not None and self._awaited() and not turn.done():
+            turn.set_result(None)
+
+    async def _until(self, awaited: Callable[[], bool], limit_s: float | None = None) -> None:
+        """Wait until something is so, or for so long."""
+        if awaited():
+            return
+        loop = asyncio.get_running_loop()
+        self._awaited = awaited
+        turn = self._turn = loop.create_future()
+        timer = None if limit_s is None else loop.call_later(limit_s, _wake, turn)
+        try:
+            await turn
+        finally:
+            self._turn = None
+            if timer is not None:
+                timer.cancel()
+
+    def _prefilled(self, prefill: Errand) -> None:
+        """Read what prefill says of the prompt."""
+        answer, name = prefill.exchange, prefill.client.name
+        body = b"" if answer is None else answer.gathered
+        try:
+            told = msgspec.json.decode(body, type=_Prefilled)
+            if why := inject.refused(told.kv_transfer_params):
+                raise WorkerError(wire.ErrorEvent("transfer_failed", why, name), prefill.client.role)
+        except (msgspec.DecodeError, RecursionError) as error:
+            prefill.error = ProtocolError(f"answer of prefill worker {name}: {error}: {body[:80]!r}")
+        except WorkerError as error:
+            prefill.error = error
+        else:
+            usage = None if told.usage is None else told.usage.usage(self.asked.route)
+            self.cached_tokens = 0 if usage is None else usage.prompt_tokens_details.cached_tokens
+            self.prompt_tokens = None if usage is None else usage.prompt_tokens
+            self.told(self.cached_tokens)
+        self._read = True
+        self._moved()
+
+    def _prefill_over(self) -> bool:
+        return self._prefilling is None or self._read or self._prefilling.failed
+
+    async def _cached(self) -> int | None:
         """Return what prefill had cached of the prompt; None where decode has computed it."""
-        if prefill is not None:
-            await asyncio.wait((prefill,))
+        await self._until(self._prefill_over)
         return self.cached_tokens
 
-    def _ask(self, client: EngineClient, leg: Leg) -> Any:
+    async def _cause(self) -> BaseException:
+        """Return the error to report: what is the client's fault, else an engine's death, else its own fault, else what there is."""
+        legs = [leg for leg in (self._decoding, self._prefilling) if leg is not None and leg.failed]
+        return min([leg.fault() or await _refusal(leg) for leg in legs], key=_rank)
+
+    def _errand(self, client: EngineClient, leg: Leg, *, whole: bool) -> Errand:
         own = {**self.headers, "X-Request-Id": self._name}
         if not self.asked.route.id_field:
             own["X-Override-Rid"] = (
                 self._name + RID_END
             )  # heard by an SGLang with SGLANG_ENABLE_REQUEST_HEADER_OVERRIDES
-        path, body = self.asked.route.path, self.asked.to(client.address.engine, leg)
-        return client.call("POST", path, self.deadline, body, own)
+        path, body = self.asked.route.path, self.asked.to(client.address.engine, leg, self.salt)
+        return Errand(client, client.call("POST", path, self.deadline, body, own), self._moved, whole=whole)
 
 
 async def forward(
     client: EngineClient, path: str, body: bytes, deadline: float, headers: Mapping[str, str]
 ) -> tuple[Head, bytes]:
-    """Have one engine answer what needs no transfer, as a count of tokens. Raises as `Passage.chunks`."""
+    """Have one engine answer what needs no transfer, as a count of tokens. Raises as `Passage.run`."""
     async with client.call("POST", path, deadline, body, headers) as answer:
         head = await _accept(client, answer)
         return head, await _read(client, answer, MAX_WHOLE)
@@ -274,31 +305,35 @@ async def _read(client: EngineClient, answer: Exchange, limit: int) -> bytes:
 
 
 def _passed(headers: Mapping[str, str]) -> Mapping[str, str]:
-    named = {name.strip().lower() for name in headers.get("connection", "").split(",")}
+    """Return those (lower-case) headers that are for the client."""
+    dropped: frozenset[str] = _DROPPED
+    if "connection" in headers:
+        dropped |= {name.strip().lower() for name in headers["connection"].split(",")}
     kept: dict[str, str] = {}
     for name, value in headers.items():
-        fits = len(name) + len(value) <= _MAX_HEADER and value.isascii() and len(kept) < _MAX_HEADERS
-        if fits and name.lower() not in _DROPPED | named:
-            kept[name.lower()] = value
-    return MappingProxyType(kept)
+        if name not in dropped and len(name) + len(value) <= _MAX_HEADER and value.isascii():
+            kept[name] = value
+            if len(kept) == _MAX_HEADERS:
+                break
+    return kept
 
 
-async def _next(parts: AsyncGenerator[bytes, None]) -> bytes | None:
-    return await anext(parts, None)
+async def _refusal(leg: Errand) -> BaseException:
+    """Return what an answer that is no success says."""
+    if leg.exchange is None:
+        raise ProtocolError(f"{leg.client.role} worker {leg.client.name} was not asked")
+    try:
+        await _accept(leg.client, leg.exchange)
+    except RegaugeError as error:
+        return error
+    return ProtocolError(f"answer of {leg.client.role} worker {leg.client.name}: HTTP {leg.exchange.status}")
 
 
-def _good(leg: asyncio.Task[Any]) -> bool:
-    return leg.done() and not leg.cancelled() and leg.exception() is None
+def _rank(error: BaseException) -> tuple[bool, bool, bool]:
+    symptom = isinstance(error, WorkerError) and error.event.code in ("transfer_failed", "timeout", "aborted")
+    return not (isinstance(error, Refused) and error.clients), not isinstance(error, WorkerLost), symptom
 
 
-def _cause(first: asyncio.Task[bytes | None], prefill: asyncio.Task[None] | None) -> BaseException:
-    """Return the error to report: what is the client's fault, else an engine's death, else its own fault, else what there is."""
-    legs: list[asyncio.Task[Any]] = [first] if prefill is None else [first, prefill]
-    ended = [leg.exception() for leg in legs if leg.done() and not leg.cancelled()]
-    errors = [error for error in ended if error is not None]
-
-    def rank(error: BaseException) -> tuple[bool, bool, bool]:
-        symptom = isinstance(error, WorkerError) and error.event.code in ("transfer_failed", "timeout", "aborted")
-        return not (isinstance(error, Refused) and error.clients), not isinstance(error, WorkerLost), symptom
-
-    return min(errors, key=rank)
+def _wake(turn: asyncio.Future[None]) -> None:
+    if not turn.done():
+        turn.set_result(None)

@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing
-from dataclasses import dataclass
-from typing import Final
+from collections.abc import Mapping
+from typing import Any, Final
 
+import msgspec
 from starlette.types import Receive, Scope, Send
 
 from regauge import observe
-from regauge.blocks import hash_blocks
+from regauge.blocks import hash_bytes
 from regauge.engines.sglang import room
 from regauge.errors import ProtocolError, ReceiptError, RegaugeError
 from regauge.meter.receipt import Outcome
@@ -29,8 +28,9 @@ from regauge.serve.connection import RequestTimeout, WorkerError, WorkerLost
 from regauge.serve.engine_client import EngineClient
 from regauge.serve.failures import api_error, blame, refused, unavailable
 from regauge.serve.lives import settled
-from regauge.serve.passage import Passage, Refused
+from regauge.serve.passage import Deliver, Passage, Refused
 from regauge.serve.passthrough import MESSAGES, Asked
+from regauge.serve.protocol import GONE
 from regauge.serve.relay import ALONE, Service
 from regauge.serve.replies import failed as openai_failed
 from regauge.serve.tenants import Grant
@@ -42,14 +42,15 @@ _PROMPT: Final = ("tools", "system", "instructions", "messages", "prompt", "inpu
 """Fields that make the prompt, in the order in which templates write them."""
 
 
-@dataclass(frozen=True)
-class Sender:
+class Sender(msgspec.Struct, frozen=True):
     """Whose request it is, and under which names it goes on."""
 
     request_id: str
     tenant: str
     priority: int
     headers: Mapping[str, str]
+    salt: str = ""
+    """As `wire.Prefill.salt`."""
 
 
 class PassJob:
@@ -70,14 +71,15 @@ class PassJob:
         self._deadline = asyncio.get_running_loop().time() + service.limit_s
         self._arrived = time.monotonic()
         self._first: float | None = None
-        self.task: asyncio.Task[RegaugeError | None] | None = None
+        self.task: asyncio.Task[Any] | None = None
         """What runs it, and is ended with it."""
         self.failed: RegaugeError | None = None
         fleet = service.fleet
         text = prompt_bytes(asked)
         self.prompt_tokens = max(len(text) // BYTES_PER_TOKEN, 1)
         """Estimated."""
-        blocks = hash_blocks(text, fleet.router.config.block_tokens * BYTES_PER_TOKEN)
+        salt = sender.salt.encode() + b"\0" + asked.salt if asked.salt else sender.salt.encode()
+        blocks = hash_bytes(text, fleet.router.config.block_tokens * BYTES_PER_TOKEN, salt)
         alone = frozenset(worker.client.name for worker in fleet.of("prefill")) if asked.alone else frozenset[str]()
         request = Request(
             sender.request_id, sender.tenant, service.model, self.prompt_tokens, blocks, max_tokens, sender.priority, exclude=alone
@@ -109,28 +111,30 @@ class PassJob:
             if self.task is not None:
                 self.task.cancel()
 
-    async def chunks(self) -> AsyncGenerator[bytes, None]:
-        """Yield the answer's bytes; what its head is `passage` knows. Raises what ended it."""
+    async def run(self, deliver: Deliver) -> None:
+        """Hand the answer's bytes over; what its head is `passage` knows. Raises what ended it."""
         life, fleet = self._life, self._service.fleet
         step: Start | Resume | Stop = life.begin(fleet.now())
         if isinstance(step, Stop):
             raise refused(step.refusal, fleet.fault()) if step.refusal is not None else unavailable(step.message)
+
+        async def first(chunk: bytes) -> None:
+            if self._first is None:
+                self._first = time.monotonic()
+                if self._asked.stream:
+                    life.first_token(fleet.now())
+            await deliver(chunk)
+
         while True:
-            passage = self.passage = self._passage(step.request.id, step.route)
             outcome: Outcome = "failed"
+            passage = self.passage = self._passage(step.request.id, step.route)
             try:
-                async with aclosing(passage.chunks()) as parts:
-                    async for chunk in parts:
-                        if self._first is None:
-                            self._first = time.monotonic()
-                            if self._asked.stream:
-                                life.first_token(fleet.now())
-                        yield chunk
+                await passage.run(first)
                 outcome = "complete"
                 self._count(passage)
                 life.finished(fleet.now())
                 return
-            except (asyncio.CancelledError, GeneratorExit):
+            except asyncio.CancelledError:
                 outcome = "cancelled"
                 life.finished(fleet.now(), "cancelled")
                 raise
@@ -148,7 +152,7 @@ class PassJob:
         prefill = None if route.prefill is None else fleet.workers[route.prefill]
         return Passage(
             self._asked, name, room.new_transfer(), None if prefill is None else _client(prefill), _client(fleet.workers[route.decode]),
-            self._deadline, self._sender.headers, self._drop, self._prefilled,
+            self._deadline, self._sender.headers, self._drop, self._sender.salt, self._prefilled,
         )  # fmt: skip
 
     def _drop(self, client: EngineClient, name: str) -> None:
@@ -201,6 +205,10 @@ class PassJob:
             meter.refused(error, passage.request_id)
 
 
+class SlowReader(RegaugeError):  # as ClientGone
+    """The client does not read its answer."""
+
+
 class PassAnswer:
     """Sends a passed answer, as an ASGI app; leaves the house when it is over."""
 
@@ -209,27 +217,29 @@ class PassAnswer:
         self._asked = asked
         self._house = house
         self._limit_s = limit_s
+        self._slow: SlowReader | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the answer, then leave the house and note what the request came to."""
-        summary: dict[str, object] = scope["state"].setdefault("summary", {})
-        sending = self._job.task = asyncio.create_task(self._send(scope, receive, send))
-        gone = asyncio.create_task(self._watch(receive))
+        job, summary = self._job, scope["state"].setdefault("summary", {})
+        task = job.task = asyncio.current_task()
+        late = self._house.deadlines.add(asyncio.get_running_loop().time() + self._limit_s, self._late)
+        unwatch = scope["extensions"][GONE](self._gone)
         try:
-            async with asyncio.timeout(self._limit_s):
-                error = await sending
-            if error is not None:
-                summary[observe.ERROR] = str(error)
-        except TimeoutError:
-            summary[observe.ERROR] = "the client does not read its answer"
+            error = await self._send(scope, receive, send)
+        except asyncio.CancelledError:
+            error = self._slow
+            if error is None:
+                raise
         finally:
-            gone.cancel()
-            sending.cancel()
-            try:
-                await asyncio.gather(gone, sending, return_exceptions=True)
-            finally:
-                self._house.leave(self._job)
-                self._note(scope, summary)
+            unwatch()
+            late.cancel()
+            self._house.leave(job)
+            self._note(scope, summary)
+        if error is not None:
+            summary[observe.ERROR] = str(error)
+            if task is not None and task.cancelling():
+                task.uncancel()
 
     def _note(self, scope: Scope, summary: dict[str, object]) -> None:
         job = self._job
@@ -248,21 +258,28 @@ class PassAnswer:
         if isinstance(granted := scope["state"].get("grant"), Grant):
             granted.used = usage.total_tokens if usage is not None else 0
 
-    async def _watch(self, receive: Receive) -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
+    def _gone(self) -> None:
         self._job.fail(ClientGone("the client closed its connection"))
+
+    def _late(self) -> None:
+        """The job's own time limit has passed already: it is the sending that hangs, maybe of an error."""
+        self._slow = SlowReader("the client does not read its answer")
+        if self._job.task is not None:
+            self._job.task.cancel()
 
     async def _send(self, scope: Scope, receive: Receive, send: Send) -> RegaugeError | None:
         begun = False
+
+        async def deliver(chunk: bytes) -> None:
+            nonlocal begun
+            if not begun:
+                await begin(send, 200, self._headers(chunk))
+                begun = True
+            await part(send, chunk)
+
         try:
-            async with aclosing(self._job.chunks()) as chunks:
-                async for chunk in chunks:
-                    if not begun:
-                        await begin(send, 200, self._headers(chunk))
-                        begun = True
-                    await part(send, chunk)
-                self._house.leave(self._job)  # before the client can know, and ask again
+            await self._job.run(deliver)
+            self._house.leave(self._job)  # before the client can know, and ask again
             await part(send, b"", last=True)
             return None
         except asyncio.CancelledError:

@@ -21,7 +21,7 @@ import msgspec
 from msgspec import Raw
 
 from regauge.config import EngineName
-from regauge.serve.inject import INJECT, Fields, Leg
+from regauge.serve.inject import CACHE_SALT, INJECT, Fields, Leg, salted
 from regauge.serve.openai import ApiError, decode_body, unsupported
 from regauge.serve.replies import PromptDetails, Usage
 
@@ -65,8 +65,7 @@ ROUTES: Final[Mapping[str, Route]] = MappingProxyType(
 )
 
 
-@dataclass(frozen=True)
-class Asked:
+class Asked(msgspec.Struct, frozen=True):
     """A client's body: its fields as they came, and what of them matters here."""
 
     route: Route
@@ -82,14 +81,21 @@ class Asked:
     most: int | None
     """Tokens of the answer that it is limited to; None: it does not say."""
 
-    def to(self, engine: EngineName, leg: Leg) -> bytes:
-        """Return the body for one of the pair's engines: for prefill if the leg has receivers."""
+    def to(self, engine: EngineName, leg: Leg, salt: str = "") -> bytes:
+        """Return the body for one of the pair's engines: for prefill if the leg has receivers. `salt`: as `wire.Prefill.salt`."""
         fields: Fields = dict(self.fields)
+        fields |= salted(salt, self.salt)
         if leg.receivers is not None:
             fields = self._for_prefill(fields, engine)
         elif self.stream and self.route.chunked:
             fields["stream_options"] = _with_usage(fields.get("stream_options"))
         return msgspec.json.encode(INJECT[engine](fields, leg, self.route.id_field))
+
+    @property
+    def salt(self) -> bytes:
+        """The client's own salt, as it came; empty: none."""
+        own = bytes(self.fields.get(CACHE_SALT, b""))
+        return b"" if own == b"null" else own
 
     def _for_prefill(self, fields: Fields, engine: EngineName) -> Fields:
         """Its answer is for nobody: not a stream, not stored, and from vLLM, which would go on to decode, of one token."""

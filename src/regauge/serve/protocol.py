@@ -9,6 +9,8 @@ connections (`Server.on_tick`), not by a timer for each request.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 
 import httptools
@@ -19,6 +21,10 @@ from regauge.observe import Metrics
 from regauge.serve.openai import SERVER_ERROR, ApiError
 
 SWEEP_S: Final = 0.5
+GONE: Final = "regauge.gone"
+"""Of a scope's extensions: takes what to call when the client has gone, and returns what takes that back. A task that awaits `receive` costs more."""
+WHOLE: Final = "regauge.whole"
+"""Of a scope's extensions: returns whether the request's body has come."""
 _PER_HEADER: Final = 32
 """Bytes that a header counts for beside its own, as HTTP/2 counts them (RFC 9113, 6.5.2): what it takes to keep it."""
 
@@ -52,6 +58,7 @@ class Protocol(HttpToolsProtocol):
         self._over = False
         self._unsent = 0
         self._unsent_since = 0.0
+        self._watchers: set[Callable[[], None]] = set()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
         """Take a connection, unless there are too many."""
@@ -61,6 +68,11 @@ class Protocol(HttpToolsProtocol):
         if len(self.connections) > self._door.rules.max_connections:
             message = "too many connections; try again"
             self._refuse("connections", ApiError(503, message, type=SERVER_ERROR, code="busy", retry_after_s=1))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Tell whoever answers."""
+        super().connection_lost(exc)
+        self._tell()
 
     def data_received(self, data: bytes) -> None:
         """Parse; what is no HTTP, or too large, ends the connection."""
@@ -84,6 +96,12 @@ class Protocol(HttpToolsProtocol):
         else:
             if self._in_head and self._raw > self._door.rules.max_header_bytes:
                 self._too_large()
+
+    def on_message_begin(self) -> None:
+        """Begin a request."""
+        super().on_message_begin()
+        extensions: dict[str, Any] = {GONE: self._watch, WHOLE: self._is_whole}
+        self.scope["extensions"] = extensions
 
     def on_url(self, url: bytes) -> None:
         """Take a part of the request line."""
@@ -166,4 +184,19 @@ class Protocol(HttpToolsProtocol):
         if cycle is not None and not cycle.response_complete:
             cycle.disconnected = True  # so that nothing of its own answer follows this one
             cycle.message_event.set()
+            self._tell()
         self.transport.close()
+
+    def _watch(self, told: Callable[[], None]) -> Callable[[], None]:
+        self._watchers.add(told)
+        if self.transport.is_closing():
+            self.loop.call_soon(self._tell)
+        return partial(self._watchers.discard, told)
+
+    def _is_whole(self) -> bool:
+        """Whether all requests that have begun have come."""
+        return not self.cycle.more_body
+
+    def _tell(self) -> None:
+        for told in [*self._watchers]:
+            told()

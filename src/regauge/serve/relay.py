@@ -33,6 +33,7 @@ from regauge.serve.fleet import Fleet
 from regauge.serve.lives import settled
 from regauge.serve.metering import Meter
 from regauge.serve.names import Names
+from regauge.serve.openai import ApiError
 from regauge.serve.replies import Delta, PromptDetails, Usage
 from regauge.serve.text import Tokenizer
 
@@ -85,12 +86,21 @@ class Job:
     """The choices of one client request, merged into one stream of deltas; `close` it, whatever happened."""
 
     def __init__(
-        self, choices: Sequence[Choice], service: Service, *, tenant: str, priority: int = 0, headers: Mapping[str, str]
+        self,
+        choices: Sequence[Choice],
+        service: Service,
+        *,
+        tenant: str,
+        priority: int = 0,
+        salt: str = "",
+        headers: Mapping[str, str],
     ) -> None:
+        """`salt`: whose prompts alone may share this one's prefix in caches; empty: everybody's without one."""
         self.choices = choices
         self.tally = Tally(time.monotonic())
         self.tenant = tenant
         self.priority = priority
+        self.salt = salt
         self.headers = headers
         self.deadline = asyncio.get_running_loop().time() + service.limit_s
         self._service = service
@@ -100,8 +110,8 @@ class Job:
 
     async def deltas(self) -> AsyncGenerator[list[Delta], None]:
         """Start the choices and yield their deltas, as many as there are at a time. Raises what ended a choice."""
-        for choice in self.choices:
-            task = asyncio.create_task(self._run(choice))
+        for run in self._place():
+            task = asyncio.create_task(run.run())
             self._tasks.add(task)
             task.add_done_callback(self._ended)
         still_open = len(self.choices)
@@ -155,8 +165,19 @@ class Job:
         if not task.cancelled() and (error := task.exception()) is not None:
             self._queue.put_nowait(error)
 
-    async def _run(self, choice: Choice) -> None:
-        await _Run(choice, self, self._service).run()
+    def _place(self) -> list[_Run]:
+        """Place all choices, or none. Raises ApiError for what is not taken: nobody has begun then."""
+        placed: list[_Run] = []
+        try:
+            for choice in self.choices:
+                run = _Run(choice, self, self._service)
+                run.place()
+                placed.append(run)
+        except ApiError:
+            for run in placed:
+                run.withdraw()
+            raise
+        return placed
 
 
 class _Run:
@@ -170,19 +191,30 @@ class _Run:
         self._seed = choice.sampling.seed
         self._complete = False
         fleet = service.fleet
-        blocks = hash_blocks(choice.token_ids, fleet.router.config.block_tokens)
+        blocks = hash_blocks(choice.token_ids, fleet.router.config.block_tokens, job.salt.encode())
         request = Request(
             choice.request_id, job.tenant, service.model, len(choice.token_ids), blocks, choice.sampling.max_tokens, job.priority
         )  # fmt: skip
         self._life = Life(request, fleet.router, until=job.deadline, wait_s=service.wait_s)
         self._resumes = ""
         """The attempt that this one goes on from."""
+        self._placed: Start | None = None
+
+    def place(self) -> None:
+        """Find a place for the first attempt. Raises ApiError where there is none."""
+        step = self._life.begin(self._now())
+        if isinstance(step, Stop):
+            assert step.refusal is not None  # noqa: S101  # nothing else stops what has not begun
+            raise refused(step.refusal, self._service.fleet.fault())
+        self._placed = step
+
+    def withdraw(self) -> None:
+        """Give the place back: nothing will begin."""
+        self._life.finished(self._now(), "cancelled")
 
     async def run(self) -> None:
         """Try until the answer is complete. Raises what ended it."""
-        step: Action = self._life.begin(self._now())
-        if isinstance(step, Stop) and step.refusal is not None:
-            raise refused(step.refusal, self._service.fleet.fault())
+        step: Action | None = self._placed
         while isinstance(step, Start | Resume):
             attempt = self._attempt(step)
             try:
@@ -207,7 +239,7 @@ class _Run:
             step.request.id, room.new_transfer(), choice.token_ids, list(self._text.tokens),
             msgspec.structs.replace(choice.sampling, seed=self._seed),
             wire.MeterTag(self._job.tenant, route.prefill or "", route.decode, route.header, self._resumes)
-            if self._service.meter is not None else None,
+            if self._service.meter is not None else None, self._job.salt,
         )  # fmt: skip
         prefill = None if route.prefill is None else fleet.workers[route.prefill]
         return Attempt(
@@ -250,7 +282,7 @@ class _Run:
 
     def _prefilled(self, attempt: Attempt, reply: wire.Prefilled) -> None:
         self._cached(attempt)
-        self._life.prefilled(self._now(), reply.cached_tokens, reply.computed_tokens, reply.prefill_seconds)
+        self._life.prefilled(self._now(), reply.cached_tokens, reply.computed_tokens)
 
     def _arrived(self, attempt: Attempt) -> None:
         event, tally = attempt.arrival, self._job.tally

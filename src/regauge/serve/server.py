@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any, Final, cast
 
 import uvicorn
-from starlette.applications import Starlette
 
 from regauge.config_gateway import ClientTlsConfig, GatewayConfig
 from regauge.errors import ConfigError
 from regauge.observe import Metrics
 from regauge.serve.answer import House
+from regauge.serve.front import Front
 from regauge.serve.protocol import SWEEP_S, Door, Protocol
 
 GRACE_S: Final = 10.0
@@ -38,7 +38,7 @@ class Server(uvicorn.Server):
 
     def __init__(
         self,
-        app: Starlette,
+        app: Front,
         grace_s: float = GRACE_S,
         *,
         rules: GatewayConfig | None = None,

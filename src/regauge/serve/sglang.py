@@ -223,6 +223,7 @@ def _body(body: wire.Generate | wire.Prefill) -> dict[str, Any]:
             "presence_penalty": s.presence_penalty, "frequency_penalty": s.frequency_penalty, "repetition_penalty": 1.0,
             "stop": [], "stop_token_ids": list(s.stop_token_ids), "ignore_eos": s.ignore_eos, "n": 1,
         },
+        **inject.salted(body.salt),
     }  # fmt: skip
 
 

@@ -84,7 +84,7 @@ class VllmClient(EngineClient):
         self, body: wire.Generate, deadline: float, headers: Mapping[str, str]
     ) -> AbstractAsyncContextManager[Exchange]:
         """Where `body.prefill` is empty the engine computes the prompt itself."""
-        asked = self._body(body.token_ids, body.sampling) | {"stream": True}
+        asked = self._body(body, body.sampling) | {"stream": True}
         leg = Leg(body.request_id, body.transfer_id, senders=body.prefill)
         return self._ask(inject.vllm(asked, leg), body.request_id, deadline, headers)
 
@@ -105,7 +105,7 @@ class VllmClient(EngineClient):
         started = time.monotonic()
         sampling = msgspec.structs.replace(body.sampling, max_tokens=1, min_tokens=min(body.sampling.min_tokens, 1))
         leg = Leg(body.request_id, body.transfer_id, receivers=body.decode, handover=body.handover)
-        asked = inject.vllm(self._body(body.token_ids, sampling), leg)
+        asked = inject.vllm(self._body(body, sampling), leg)
         async with self._ask(asked, body.request_id, deadline, headers) as answer:
             reply = await self.read(answer, _Answer)
         if why := inject.refused(reply.kv_transfer_params):
@@ -145,15 +145,15 @@ class VllmClient(EngineClient):
         own = {**headers, "X-Request-Id": request_id}
         return self.call("POST", COMPLETIONS, deadline, msgspec.json.encode(asked), own)
 
-    def _body(self, token_ids: list[int], sampling: wire.SamplingParams) -> dict[str, Any]:
+    def _body(self, body: wire.Generate | wire.Prefill, sampling: wire.SamplingParams) -> dict[str, Any]:
         """Every parameter is said: vLLM would take those that are not from the model's generation_config.json."""
         return {
-            "model": self._model, "prompt": token_ids, "max_tokens": sampling.max_tokens, "min_tokens": sampling.min_tokens,
+            "model": self._model, "prompt": body.token_ids, "max_tokens": sampling.max_tokens, "min_tokens": sampling.min_tokens,
             "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k, "min_p": sampling.min_p,
             "seed": signed(sampling.seed), "repetition_penalty": 1.0,
             "presence_penalty": sampling.presence_penalty, "frequency_penalty": sampling.frequency_penalty,
             "stop_token_ids": list(sampling.stop_token_ids), "ignore_eos": sampling.ignore_eos, "logprobs": sampling.logprobs,
-            "return_token_ids": True, "return_tokens_as_token_ids": True,
+            "return_token_ids": True, "return_tokens_as_token_ids": True, **inject.salted(body.salt),
         }  # fmt: skip
 
     def _reason(self, reason: str | None) -> FinishReason | None:

@@ -182,6 +182,7 @@ async def run(spec_: wire.WorkerSpec) -> None:
     rails = await asyncio.to_thread(open_rails, config.transfer, key=key, name=spec_.name)
     rails.register(memory.slab)
     worker = LocalWorker(spec_, memory, model, rails)
+    await worker.core.measure()
     await worker.start()
     sock = listen(config.discovery.advertise or wire.WORKER_HOST, spec_.port)
     server = _Server(uvicorn.Config(Starlette(routes=routes(worker)), log_config=None, log_level="warning",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -37,8 +38,9 @@ class Worker:
         metrics: Metrics,
         policy: HealthPolicy,
         told: Callable[[Worker, wire.Health | None], None] = lambda *_: None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`told` is called after each poll, with what the worker has answered."""
+        """`told` is called after each poll, with what the worker has answered; `clock` is of `asked`."""
         self.client = client
         self.up = False
         self.since = datetime.now(UTC)
@@ -58,6 +60,9 @@ class Worker:
         self._told = told
         self.begun = 0
         """Polls so far."""
+        self.asked = clock()
+        """When the latest of them began, in seconds: what it answers is of no later time."""
+        self._clock = clock
         self.answered = 0
         """The latest of them that was answered."""
         metrics.worker_down(client.name, client.role)
@@ -88,6 +93,7 @@ class Worker:
     async def poll(self) -> None:
         """Ask once, and note the outcome."""
         self.begun += 1
+        self.asked = self._clock()
         self._told(self, await self._poll(self.begun))
 
     async def _poll(self, number: int) -> wire.Health | None:
