@@ -6,7 +6,6 @@ It puts all receipts of DURABLE requests, flushes, says so, puts those of MORE o
 import sys
 
 from meter_cases import NOON_US, request, signed
-
 from regauge.meter.writer import Writer
 
 

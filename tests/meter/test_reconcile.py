@@ -8,9 +8,9 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from meter_cases import DAY_US, arrivals, request, requests
 from msgspec.structs import replace
 
+from meter_cases import DAY_US, arrivals, request, requests
 from regauge.errors import ReceiptError
 from regauge.meter.receipt import Receipt, Side
 from regauge.meter.reconcile import Arrival, Entry, reconcile, reconcile_all, recover
