@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from meter_cases import DAY_US, HOUR_US, NOON_US, arrivals, request, requests, signed
 from msgspec.structs import replace
 from store_process import receipt_time
 
+from meter_cases import DAY_US, HOUR_US, NOON_US, arrivals, request, requests, signed
 from regauge.errors import StoreError
 from regauge.meter import database
 from regauge.meter.receipt import Receipt, Side
