@@ -7,13 +7,16 @@ VLLM := .venv-vllm
 SGLANG := .venv-sglang
 ARGS ?=
 
-.PHONY: serve test test-planes test-transports test-vllm test-sglang test-mixed test-postgres test-etcd bench bench-chaos bench-overload bench-vllm bench-sglang gpu check format clean
+.PHONY: serve test test-chaos test-planes test-transports test-vllm test-sglang test-mixed test-postgres test-etcd bench bench-chaos bench-overload bench-vllm bench-sglang gpu check format clean
 
 serve: $(READY)  ## a real small model, served across a prefill and a decode process
 	$(BIN)/regauge serve $(ARGS)
 
 test: $(READY)  ## all tests
 	$(BIN)/python -m pytest $(ARGS)
+
+test-chaos: $(READY)  ## a real deployment whose processes are killed and stand still: a minute
+	$(BIN)/python -m pytest tests/chaos $(ARGS)
 
 test-planes: $(READY)  ## KV stays on its network: root, `ip` and `tc`
 	$(BIN)/python -m pytest tests/planes $(ARGS)
