@@ -92,6 +92,8 @@ class EchoWorker:
         self.frozen: asyncio.Event | None = None
         self.pace: Callable[[int], Any] | None = None
         self.status = "ok"
+        self.polls = 0
+        """Health checks that have come in."""
         self.pid = 1
         self.quarantined = 0
         self.load: dict[str, float] = {}
@@ -151,6 +153,7 @@ class EchoWorker:
         return web.Response(body=wire.encode(event), status=wire.STATUS[event.code])
 
     async def _health(self, _: web.Request) -> web.Response:
+        self.polls += 1
         if self.frozen is not None:
             await self.frozen.wait()
         running = len(self.running)

@@ -139,8 +139,8 @@ async def test_what_a_worker_tells_is_of_the_time_when_it_was_asked(tokenizer: T
         state = rig.fleet.workers["prefill-0"]
         await tells(rig, rig.prefill)
         rig.prefill.frozen = asyncio.Event()
-        begun = state.begun
-        await rig.until(lambda: state.begun > begun)
+        begun, polls = state.begun, rig.prefill.polls
+        await rig.until(lambda: state.begun > begun and rig.prefill.polls > polls)
         asked = rig.fleet.now()
         held, rig.prefill.frozen = rig.prefill.frozen, asyncio.Event()  # the poll after it has to wait, too
         held.set()
