@@ -64,7 +64,7 @@ class Front:
 
     def __init__(self, app: Starlette, routes: Iterable[Route], metrics: Metrics, tenants: Tenants) -> None:
         self.state = app.state
-        self._starlette = app
+        self.starlette = app
         self._hot = {route.path: route.endpoint for route in routes if isinstance(route.endpoint, Endpoint)}
         self._layers = Envelope(Access(self._inner, tenants), metrics)
 
@@ -75,7 +75,7 @@ class Front:
     async def _inner(self, scope: Scope, receive: Receive, send: Send) -> None:
         endpoint = self._hot.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
         if endpoint is None:
-            await self._starlette(scope, receive, send)
+            await self.starlette(scope, receive, send)
             return
         try:
             await endpoint(scope, receive, send)
