@@ -32,8 +32,9 @@ class Asking:
 
     @property
     def whole(self) -> bool:
-        """Whether all of its body is there."""
-        return bool(self.scope["extensions"][WHOLE]())
+        """Whether all of its body is known to be there."""
+        told = self.scope.get("extensions", {}).get(WHOLE)
+        return told is not None and bool(told())
 
     async def read(self) -> tuple[bytes, bool]:
         """Return a part of the body, and whether there is more. Raises ApiError where the client has gone."""
