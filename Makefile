@@ -7,13 +7,16 @@ VLLM := .venv-vllm
 SGLANG := .venv-sglang
 ARGS ?=
 
-.PHONY: serve test test-planes test-transports test-vllm test-sglang test-mixed test-postgres test-etcd bench bench-vllm bench-sglang gpu check format clean
+.PHONY: serve test test-chaos test-planes test-transports test-vllm test-sglang test-mixed test-postgres test-etcd bench bench-chaos bench-overload bench-vllm bench-sglang gpu check format clean
 
 serve: $(READY)  ## a real small model, served across a prefill and a decode process
 	$(BIN)/regauge serve $(ARGS)
 
 test: $(READY)  ## all tests
 	$(BIN)/python -m pytest $(ARGS)
+
+test-chaos: $(READY)  ## a real deployment whose processes are killed and stand still: a minute
+	$(BIN)/python -m pytest tests/chaos $(ARGS)
 
 test-planes: $(READY)  ## KV stays on its network: root, `ip` and `tc`
 	$(BIN)/python -m pytest tests/planes $(ARGS)
@@ -51,6 +54,12 @@ bench: $(READY)  ## every measured claim, in some hours; for the whole table of 
 	$(BIN)/python bench/serve.py
 	$(BIN)/regauge bench accuracy
 	$(BIN)/regauge bench conformance
+
+bench-chaos: $(READY)  ## 300 requests while workers and the gateway are killed and stand still: answers, receipts and pools; some 8 minutes
+	$(BIN)/python bench/chaos.py $(ARGS)
+
+bench-overload: $(READY)  ## three times what a deployment can do: who is in time, who is told to come again, and how soon all is well; 3 minutes
+	$(BIN)/python bench/overload.py $(ARGS)
 
 bench-vllm: $(VLLM)/.ready  ## time to the first token of two vLLM engines, against one and against vLLM's own connector: some 25 minutes
 	$(VLLM)/bin/python bench/vllm_pair.py $(ARGS)

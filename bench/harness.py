@@ -16,6 +16,10 @@ def cpu_of(pid: int) -> float:
     return time.clock_gettime((~pid << 3) | 2)
 
 
+def percentile(values: Sequence[float], share: float) -> float:
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
+
+
 def print_table(rows: Sequence[Mapping[str, object]]) -> None:
     """Print rows with the same keys as an aligned table: numbers to the right, floats with two decimals."""
     if not rows:

@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
-from harness import print_table, write_json
+from harness import percentile, print_table, write_json
 from regauge.blocks import Stored
 from regauge.config import RouteConfig
 from regauge.route.cluster import Link, Load, Request, Worker
@@ -129,10 +129,6 @@ def tune(fabric: Fabric, arrivals: Sequence[Arrival]) -> tuple[RouteConfig, list
         {"cache": cache, "slots": slots, "pages": pages, "mean": mean} for mean, cache, slots, pages, _ in tried
     ]
     return best[4], rows
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
 
 
 def row(case: Case, results: Sequence[Result], against: Sequence[float]) -> dict[str, object]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -11,10 +12,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from meter_cases import DAY_US, HOUR_US, NOON_US, arrivals, request, requests, signed
 from msgspec.structs import replace
 from store_process import receipt_time
 
+from meter_cases import DAY_US, HOUR_US, NOON_US, arrivals, request, requests, signed
 from regauge.errors import StoreError
 from regauge.meter import database
 from regauge.meter.receipt import Receipt, Side
@@ -228,9 +229,10 @@ class _killed:  # noqa: N801  # reads as what it does
     """A process that meters, killed once it has said "put"."""
 
     def __init__(self, url: str, durable: int, more: int, batch_s: float) -> None:
+        cases = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
         command = [sys.executable, str(Path(__file__).with_name("store_process.py")), url, durable, more, batch_s]
         self._process = subprocess.Popen(
-            [str(x) for x in command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [str(x) for x in command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=cases
         )
 
     def __enter__(self) -> list[str]:

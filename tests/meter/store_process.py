@@ -4,9 +4,10 @@ It puts all receipts of DURABLE requests, flushes, says so, puts those of MORE o
 """
 
 import sys
+from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # it runs by itself
 from meter_cases import NOON_US, request, signed
-
 from regauge.meter.writer import Writer
 
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 from cryptography.hazmat.primitives import serialization
-from meter_cases import DAY_US, HOUR_US, KEYS, NOON_US, request, signed
 from msgspec.structs import replace
 
+from meter_cases import DAY_US, HOUR_US, KEYS, NOON_US, request, signed
 from regauge import keys
 from regauge.cli import main
 from regauge.meter import prices, render

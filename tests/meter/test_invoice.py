@@ -10,8 +10,8 @@ from zoneinfo import ZoneInfo
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from meter_cases import DAY_US, HOUR_US
 
+from meter_cases import DAY_US, HOUR_US
 from regauge.errors import ConfigError
 from regauge.meter.invoice import QUARTER_US, Invoice, Line, Open, Used, begin_us, bill, money, rounded, window
 from regauge.meter.prices import KINDS, UNIT, load

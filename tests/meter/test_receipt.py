@@ -9,9 +9,9 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from meter_cases import KEYS, request, requests, signed, trust
 from msgspec.structs import replace
 
+from meter_cases import KEYS, request, requests, signed, trust
 from regauge import keys
 from regauge.errors import ConfigError, ReceiptError
 from regauge.meter import receipt as receipts

@@ -8,9 +8,9 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from meter_cases import DAY_US, arrivals, request, requests
 from msgspec.structs import replace
 
+from meter_cases import DAY_US, arrivals, request, requests
 from regauge.errors import ReceiptError
 from regauge.meter.receipt import Receipt, Side
 from regauge.meter.reconcile import Arrival, Entry, reconcile, reconcile_all, recover
@@ -233,11 +233,40 @@ def test_nothing_is_made_up_where_the_workers_do_not_suffice() -> None:
     del made["gateway"]
     assert recover(entry({"prefill": made["prefill"]}), {"prefill": made["prefill"]}, "gw") is None
     assert recover(entry({"decode": made["decode"]}), {"decode": made["decode"]}, "gw") is None
-    for change in ({"tenant": ""}, {"outcome": "cancelled"}):
-        short = {side: replace(r, **change) for side, r in made.items()}
-        assert recover(entry(short), short, "gw") is None
+    short = {side: replace(r, tenant="") for side, r in made.items()}
+    assert recover(entry(short), short, "gw") is None
     apart = made | {"decode": replace(made["decode"], transferred=10, converted=10)}
     assert recover(entry(apart), apart, "gw") is None
+
+
+def test_what_ended_with_its_gateway_is_void_and_its_late_receipt_counts_all_the_same() -> None:
+    made = request()
+    lost = made.pop("gateway")
+    made["decode"] = replace(made["decode"], outcome="cancelled", generated=7)
+    again = recover(entry(made), made, "gw-1")
+    assert again is not None
+    assert (again.outcome, entry(made | {"gateway": again}).status) == ("failed", "void")
+    turned_up = replace(lost, outcome="cancelled", generated=5)
+    whole = reconcile(arrivals([*made.values(), again, turned_up]))
+    assert (whole.status, whole.charged) == ("agreed", (300, 700, 5))
+
+
+def test_who_died_with_the_gateway_is_waited_for_until_it_is_known_to_have_nothing() -> None:
+    made = {"prefill": request()["prefill"]}
+    assert recover(entry(made), made, "gw-1", {"p-0"}) is None
+    again = recover(entry(made), made, "gw-1", {made["prefill"].decode})
+    assert again is not None
+    assert entry({**made, "gateway": again}).status == "void"
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_who_was_lost_and_comes_to_another_end_later_is_no_difference(side: Side) -> None:
+    made = request()
+    made["gateway"] = replace(made["gateway"], silent=(side,))
+    made[side] = replace(made[side], outcome="cancelled", transferred=0, converted=0, wire_bytes={}, digest="")
+    assert (entry(made).status, entry(made).charged) == ("agreed", (300, 700, 50))
+    made[side] = replace(request()[side], transferred=999, converted=999)
+    assert entry(made).status == "differs", "it came to its end, and says something else"
 
 
 def test_an_entry_is_read_back_as_it_was_written() -> None:

@@ -6,9 +6,9 @@ import time
 from pathlib import Path
 
 import pytest
-from meter_cases import request, signed
 from store_contract import *  # noqa: F403  # the contract's tests
 
+from meter_cases import request, signed
 from regauge.errors import StoreError
 from regauge.meter.database import shown
 from regauge.meter.store import Store

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 
 import pytest
-from meter_cases import NOON_US, request, signed
 from postgres_server import Server
 from store_contract import *  # noqa: F403  # the contract's tests
 
+from meter_cases import NOON_US, request, signed
 from regauge.cli import main
 from regauge.errors import StoreError
 from regauge.meter.store import Store

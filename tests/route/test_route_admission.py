@@ -77,7 +77,7 @@ def test_the_correction_is_bounded(measured: list[tuple[float, float]]) -> None:
     correction = Correction()
     for number, (predicted, took) in enumerate(measured):
         correction.measured(predicted, took, float(number))
-        assert 0.5 <= correction.factor(float(number)) <= 2.0
+        assert 0.5 <= correction.factor(float(number)) <= correction.careful(float(number)) <= 2.0
 
 
 def test_predictions_are_corrected_and_the_correction_is_forgotten() -> None:
@@ -117,3 +117,13 @@ def test_recovery_from_overload_is_as_fast_as_the_queue_drains() -> None:
         router.finished(attempt, when)
     assert free - 60 <= 2.0
     assert isinstance(router.route(Request("after", tokens=1500), free), Route)
+
+
+def test_unsteady_times_leave_more_room() -> None:
+    steady, unsteady = Correction(), Correction()
+    for number in range(40):
+        steady.measured(1.0, 1.0, number / 10)
+        unsteady.measured(1.0, 1.6 if number % 2 else 0.55, number / 10)
+    assert steady.careful(4.0) == pytest.approx(1.0)
+    assert unsteady.careful(4.0) > 1.5
+    assert unsteady.careful(34.0) < 1.05

@@ -385,3 +385,14 @@ def test_decisions_are_counted_by_what_was_decided() -> None:
     router.health("p0", False, 0.0)
     router.route(Request("c", tokens=1000), 0.0)
     assert router.decisions == {"placed": 1, "deadline": 1, "no_worker": 1}
+
+
+def test_a_worker_that_was_measured_too_slow_is_measured_again_and_not_shut_for_ever() -> None:
+    router = cluster(1, 1, ttft_s=2.0)
+    router.report("p0", Load(queued_tokens=0, prefill_tokens_per_s=10.0), 0.0)
+    assert isinstance(router.route(Request("a", tokens=1000), 4.0), Refusal)
+    placed(router, Request("b", tokens=1000), 5.1)
+    assert isinstance(router.route(Request("c", tokens=1000), 5.1), Refusal), "one is enough"
+    router.report("p0", Load(queued_tokens=0, prefill_tokens_per_s=1000.0), 6.0)
+    router.finished("b", 6.0)
+    assert isinstance(router.route(Request("d", tokens=1000), 6.1), Route)

@@ -32,6 +32,7 @@ from regauge.serve import wire
 from regauge.serve.discovery import Source
 from regauge.serve.fleet import Fleet, dialer
 from regauge.serve.gateway import build_app
+from regauge.serve.metering import Meter
 from regauge.serve.pairing import Pairs
 from regauge.serve.server import Server, listen
 from regauge.serve.tenants import Tenants
@@ -76,7 +77,7 @@ class EchoWorker:
     Prefill "delivers" by a future per transfer, on which the decode stream waits. Switches, all off at first:
     `refuse` answers before the stream; `break_after` tokens an error event is sent; `die_after` tokens the
     connections are torn (by prefill once alone, if it `recovers`); `hold` is an event to wait for before the first token (or the prefill's answer);
-    `linger` is an event to wait for between a prefill's delivery and its answer; `frozen` lets health checks hang; `pace` is awaited before each token.
+    `linger` is an event to wait for between a prefill's delivery and its answer; `frozen` lets health checks hang; `load` is put over what they tell; `pace` is awaited before each token.
     """
 
     def __init__(self, name: str, role: Role, tokenizer: Tokenizer, rails: dict[str, asyncio.Future[None]]) -> None:
@@ -93,6 +94,7 @@ class EchoWorker:
         self.status = "ok"
         self.pid = 1
         self.quarantined = 0
+        self.load: dict[str, float] = {}
         self.cached = 0
         self.totals = Totals()
         self.transfers: list[TransferState] = []
@@ -165,6 +167,7 @@ class EchoWorker:
                 "waiting": 0,
                 "quarantined_pages": self.quarantined,
                 "transfers": self.totals,
+                **self.load,
             }
         )
         return web.Response(body=body)
@@ -364,10 +367,11 @@ async def open_rig(
     others: Sequence[str] = (),
     route: RouteConfig | None = None,
     meter: MeterConfig | None = None,
+    billing: Meter | None = None,
 ) -> AsyncIterator[Rig]:
     """`prefill_at`, `decode_at`: workers of another kind, in place of the rig's own; `pools`: from them alone the gateway learns of workers.
 
-    `others`: names of more workers, as `decode-1`.
+    `others`: names of more workers, as `decode-1`. `billing` takes the gateway's receipts; the workers make none.
     """
     rails: dict[str, asyncio.Future[None]] = {}
     prefill = EchoWorker("prefill-0", "prefill", tokenizer, rails)
@@ -386,10 +390,11 @@ async def open_rig(
             dialer(TOKEN, MODEL), metrics, Router(route),
             pairs=Pairs(given=wire.VerdictInfo("CONVERT")), policy=policy or HealthPolicy(period_s=0.05),
         )  # fmt: skip
-        config = ServeConfig(
-            limits=limits or LimitsConfig(request_timeout_s=WAIT_S, prefill_wait_s=0), meter=meter or MeterConfig()
+        limits = limits or LimitsConfig(request_timeout_s=WAIT_S, prefill_wait_s=0)
+        config = ServeConfig(limits=limits, gateway=rules or GatewayConfig(), meter=meter or MeterConfig())
+        app = build_app(
+            config, tokenizer, fleet, metrics, model=MODEL, tenants=tenants, meter=billing, pools=pools or ()
         )
-        app = build_app(config, tokenizer, fleet, metrics, model=MODEL, tenants=tenants, pools=pools or ())
         listener = listen("127.0.0.1", 0)
         port = listener.getsockname()[1]
         server = Server(app, grace_s, rules=rules)

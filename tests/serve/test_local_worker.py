@@ -86,6 +86,8 @@ async def test_decode_computes_a_prompt_itself_and_finds_it_in_its_cache_next_ti
             )
             assert not [event for event in events if isinstance(event, wire.TransferEvent)]
             assert tokens(events) == alone(LONG, sampling())
+            firsts = [event.cached_tokens for event in events if isinstance(event, wire.TokenEvent)][:2]
+            assert firsts == [cached, None], "known before anybody can end it"
             [word] = verified(tmp_path, end(events).receipt)
             assert (word.cached, word.computed, word.prompt) == (cached, 150 - cached, 150)
             assert (word.transferred, word.wire_bytes, word.prefill, word.generated) == (0, {}, "", 12)
@@ -265,3 +267,14 @@ async def test_without_a_tag_there_is_no_receipt(tmp_path: Path) -> None:
         events, said = await ask(w["p"], w["d"], "r", LONG, sampling(), meter=None)
         assert (said.receipt, end(events).receipt, w["d"].core.notary.count) == ("", "", 0)
         assert said.computed_tokens == 150
+
+
+async def test_its_speed_is_known_before_the_first_request_and_nothing_else_is_left_of_that(tmp_path: Path) -> None:
+    async with workers(tmp_path, {"p": ("prefill", PLAIN)}) as w:
+        before = w["p"].health()
+        assert before.prefill_tokens_per_s == 0
+        await w["p"].core.measure()
+        told = w["p"].health()
+        assert told.prefill_tokens_per_s > 0
+        assert told.tpot_s > 0
+        assert (told.free_pages, told.cache_seq, told.running) == (before.free_pages, before.cache_seq, 0)

@@ -16,6 +16,7 @@ from serve_rig import MODEL, WAIT_S, Rig, open_rig
 from standing import listening
 
 from regauge.config import LimitsConfig
+from regauge.config_gateway import GatewayConfig
 from regauge.serve import wire
 from regauge.serve.text import Tokenizer
 
@@ -38,7 +39,7 @@ class World:
 
 
 @asynccontextmanager
-async def world(tokenizer: Tokenizer) -> AsyncIterator[World]:
+async def world(tokenizer: Tokenizer, **more: Any) -> AsyncIterator[World]:
     async with AsyncExitStack() as stack:
         engines, at = {"prefill": Engine(), "decode": Engine()}, {}
         for role, engine in engines.items():
@@ -46,7 +47,7 @@ async def world(tokenizer: Tokenizer) -> AsyncIterator[World]:
             ranks = [wire.RankAddress(f"{role}.0", ("127.0.0.1", 9_000))]
             at[f"{role}_at"] = wire.WorkerAddress(role, role, url, ranks, "vllm")  # type: ignore[arg-type]
         limits = LimitsConfig(request_timeout_s=WAIT_S, prefill_wait_s=0)
-        rig = await stack.enter_async_context(open_rig(tokenizer, limits=limits, **at))
+        rig = await stack.enter_async_context(open_rig(tokenizer, limits=limits, **at, **more))
         yield World(engines["prefill"], engines["decode"], rig)
 
 
@@ -146,3 +147,17 @@ async def test_a_client_that_leaves_ends_it_at_the_engines(tokenizer: Tokenizer)
             await answer.content.readany()
         await asyncio.wait_for(at.decode.gone.wait(), WAIT_S)
         await at.rig.until(lambda: at.rig.sample("regauge_requests_in_flight") == 0)
+
+
+async def test_engines_are_told_whose_prefixes_are_whose(tokenizer: Tokenizer) -> None:
+    async with world(tokenizer, rules=GatewayConfig(isolate_prefixes=True)) as at:
+        at.prefill.answer = {"usage": usage(3)}
+        for own in ({}, {"cache_salt": "default"}, {"cache_salt": "other"}):
+            assert (await at.rig.post(CHAT, {**ASK, **own}))[0] == 200
+        salts = [asked["cache_salt"] for asked in at.decode.asked]
+        assert salts == [asked["cache_salt"] for asked in at.prefill.asked]
+        assert (salts[0], len(set(salts))) == ("default", 3), "a client's own salt never is another's"
+        seen = len(at.decode.asked)
+        await at.rig.post("/v1/messages", {**ASK, "tools": []})  # no salt goes with it: the gateway asks for tokens
+        assert [asked["cache_salt"] for asked in at.decode.asked[seen:]] == ["default"]
+        assert "messages" not in at.decode.asked[-1]

@@ -13,6 +13,7 @@ from serve_rig import MODEL, WAIT_S, EchoWorker, Rig, open_rig, train
 
 from regauge.config import LimitsConfig
 from regauge.serve import wire
+from regauge.serve.protocol import WHOLE
 from regauge.serve.text import Tokenizer
 from regauge.serve.workers import HealthPolicy
 
@@ -250,6 +251,7 @@ async def test_a_client_that_does_not_read_is_given_up(tokenizer: Tokenizer, mon
             await never.wait()
 
         scope = {"type": "http", "method": "POST", "path": CHAT, "headers": [], "query_string": b""}
+        scope["extensions"] = {WHOLE: lambda: True}  # as the server's own protocol gives
         async with asyncio.timeout(WAIT_S):
             await rig.server.config.loaded_app(scope, receive, send)
         assert rig.sample("regauge_requests_in_flight") == 0

@@ -18,6 +18,9 @@ from regauge.route.model import Estimate
 STEP: Final = 0.1
 """What a step of priority adds to the share of the limits that a request may use up."""
 RATIO_STEP: Final = 0.05
+SPREAD_STEP: Final = 0.125
+SPREADS: Final = 3.0
+"""Mean deviations of the ratio above its mean that a prediction has to leave room for: most are to be in time, and not half of them."""
 RATIO_BOUNDS: Final = (0.5, 2.0)
 FORGET_S: Final = 5.0
 MOST_RETRY_S: Final = 600
@@ -30,21 +33,30 @@ class Correction:
     """By how much predictions are wrong of late."""
 
     ratio: float = 1.0
+    spread: float = 0.0
+    """Mean deviation of the measured ratios from it."""
     at: float = 0.0
 
     def factor(self, now: float) -> float:
         """Return what predictions are to be multiplied by."""
-        age = max(0.0, now - self.at)
-        return 1 + (self.ratio - 1) * exp(-log(2) * age / FORGET_S)
+        return 1 + (self.ratio - 1) * self._kept(now)
+
+    def careful(self, now: float) -> float:
+        """Return what predictions are to be multiplied by for nearly all to come in time."""
+        return min(self.factor(now) + SPREADS * self.spread * self._kept(now), RATIO_BOUNDS[1])
 
     def measured(self, predicted_s: float, measured_s: float, now: float) -> float:
         """Take a measurement against what the model alone had predicted; return the ratio of the two."""
         ratio = (measured_s + SLACK_S) / (predicted_s + SLACK_S)
         low, high = RATIO_BOUNDS
-        current = self.factor(now)
-        self.ratio = current + RATIO_STEP * (min(max(ratio, low), high) - current)
+        current, off = self.factor(now), min(max(ratio, low), high) - self.factor(now)
+        self.spread = self.spread * self._kept(now) * (1 - SPREAD_STEP) + SPREAD_STEP * abs(off)
+        self.ratio = current + RATIO_STEP * off
         self.at = now
         return ratio
+
+    def _kept(self, now: float) -> float:
+        return exp(-log(2) * max(0.0, now - self.at) / FORGET_S)
 
 
 def deadline(request: Request, config: RouteConfig) -> float:
@@ -70,11 +82,14 @@ class Limits:
         return cls(deadline(request, config), inf if free or tpot is None else tpot * share(request))
 
 
-def choose(made: Sequence[Estimate], limits: Limits, ratio: float) -> Estimate | Refusal:
+def choose(made: Sequence[Estimate], limits: Limits, ratio: float, now: float) -> Estimate | Refusal:
     """Return the first placement that keeps the limits, or why none does."""
     fits = [one for one in made if _tpot_fits(one, limits.tpot_s)]
     for one in fits:
         if _in_time(one, limits.ttft_s, ratio):
+            return one
+    for one in fits:
+        if one.computer.wanted(now):
             return one
     if not fits:
         return _slow(made, limits.tpot_s)
@@ -89,9 +104,7 @@ def choose(made: Sequence[Estimate], limits: Limits, ratio: float) -> Estimate |
 
 
 def _in_time(one: Estimate, limit_s: float, ratio: float) -> bool:
-    if limit_s < inf and one.computer.guessed:
-        return one.computer.empty
-    return one.ttft_s * ratio <= limit_s
+    return limit_s == inf or (one.ttft_s * ratio <= limit_s and not one.computer.guessed)
 
 
 def _tpot_fits(one: Estimate, limit_s: float) -> bool:

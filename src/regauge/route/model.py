@@ -95,7 +95,7 @@ def estimate(request: Request, view: View, prefill: Standing | None, decode: Sta
     cached = view.cached.get(prefill.name, 0)
     queue = prefill.waiting_s(now)
     compute = prefill.compute_s(request.tokens - cached, cached)
-    late = max(0.0, wait - queue)
+    late = wait - queue if wait > queue else 0.0
     begin = now + queue + late
     size = link.bytes_per_token * request.tokens
     landed, harm = decode.nic.finish(size, begin, begin + compute, now, link.bytes_per_s)

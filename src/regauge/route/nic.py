@@ -84,7 +84,8 @@ class Nic:
         begin = max(now, ready)
         if not self._flows and not self.foreign:
             return max(begin + size / rate, complete + TAIL_S), 0.0
-        self._advance(now)
+        if now > self._at:
+            self._advance(now)
         drained = rate * (begin - now)  # until then
         rests = [flow.rest for flow in self._flows.values() if flow.ready < complete]
         foreign = self.foreign - drained
@@ -92,9 +93,10 @@ class Nic:
             drained, foreign = -foreign, 0.0
         else:
             drained = 0.0
-        total = sum(rests)
-        keep = max(0.0, 1 - drained / total) if total else 0.0
-        shared = sum(min(rest * keep, size) for rest in rests) if keep else 0.0
+        total, shared = sum(rests), 0.0
+        if drained < total:
+            keep = 1 - drained / total
+            shared = total * keep if max(rests) * keep <= size else sum([min(rest * keep, size) for rest in rests])
         landed = begin + (size + foreign + shared) / rate
         return max(landed, complete + TAIL_S), shared / rate
 

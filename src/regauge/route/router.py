@@ -65,7 +65,7 @@ class Router:
     def join(self, worker: Worker, now: float) -> None:
         """Know a worker, or know it anew: it has restarted, and nothing said of the one before holds. Its attempts must be ended first."""
         self._forget(worker.name)
-        standing = Standing(worker, Breaker())
+        standing = Standing(worker, Breaker(), measured_at=now if worker.prior_tokens_per_s else -inf)
         self._workers[worker.name] = standing
         self._sort()
         self.index.join(worker.name, self._capacity(standing), now)
@@ -231,7 +231,7 @@ class Router:
         if not made:
             return self._no_pair(request, view)
         ratio = self.correction.factor(now)
-        chosen = admission.choose(made, Limits.of(request, self.config), ratio)
+        chosen = admission.choose(made, Limits.of(request, self.config), self.correction.careful(now), now)
         if isinstance(chosen, Refusal):
             return chosen
         tpot_limit = self.config.tpot_s if request.tpot_s is None else request.tpot_s

@@ -25,6 +25,8 @@ PAGE_TOKENS: Final = 16
 """Page size of a worker that does not say."""
 GUESS: Final = 1_000.0
 """Prompt tokens per second of a worker of which nobody knows them. Where a limit of time holds, it gets one prompt at a time until one is measured."""
+OLD_S: Final = 5.0
+"""A speed that was not measured for so long may be wrong: an idle worker gets a prompt whatever is predicted, to be measured anew."""
 MEMORY_S: Final = 20.0
 """Seconds of computing after which what was measured counts 1/e."""
 HOLD_S: Final = 5.0
@@ -75,6 +77,8 @@ class Standing:
     """What its answers came to of late: tokens, and the seconds that they took."""
     free_since: float = -inf
     """When the last prompt that was computed here was done."""
+    measured_at: float = -inf
+    """When its speed was measured, or a prompt was sent to it to measure it."""
     tpot_batch: int = 0
     """Requests that ran while `load.tpot_s` was measured."""
     nic: Nic = field(default_factory=Nic)
@@ -109,10 +113,9 @@ class Standing:
         """Whether nobody knows its speed: no prior, no report, no answer."""
         return not (self.worker.prior_tokens_per_s or self.measured_s or self.load.prefill_tokens_per_s)
 
-    @property
-    def empty(self) -> bool:
-        """Whether no prompt is known to be computed here."""
-        return not self.queue and not self.foreign_s
+    def wanted(self, now: float) -> bool:
+        """Whether it is to have a prompt whatever is predicted, for its speed to be measured: it is idle, and nobody knows how fast it is now."""
+        return not self.queue and not self.foreign_s and now - self.measured_at > OLD_S
 
     @property
     def taken(self) -> int:
@@ -231,6 +234,8 @@ class Standing:
         if load.tpot_s != self.load.tpot_s:
             # It is a mean over steps before the report: an idle worker's was measured while it was busy.
             self.tpot_batch = max(running, self.load.running or 0)
+        if load.prefill_tokens_per_s != self.load.prefill_tokens_per_s:
+            self.measured_at = now
         self.load, self.reported = load, now
         if load.page_size != page_size:
             self.pages_used = sum(self.pages_for(booking.pages_tokens) for booking in self.seats.values())
@@ -266,6 +271,7 @@ class Standing:
         if tokens < 1:
             return
         rest = max(0.0, seconds - worker.overhead_s - worker.attention_s * tokens * (cached + tokens / 2))
+        self.measured_at = now
         keep = exp(-rest / MEMORY_S)
         self.measured_tokens = keep * self.measured_tokens + tokens
         self.measured_s = keep * self.measured_s + rest

@@ -30,6 +30,7 @@ from regauge.serve.receipts import Notary
 MEASURE: Final = "measurement"
 MEASURED_ANSWER: Final = 4
 """Tokens."""
+FADED: Final = 0.1
 
 
 class RefusalError(RegaugeError):
@@ -96,6 +97,7 @@ class Core:
                     pass
                 if output.error is not None:
                     raise output.error
+            self.engine.speed.fade(FADED)  # workers start together, and take each other's cores
         finally:
             await self.engine.abort(MEASURE)
             self.admission.release(MEASURE)

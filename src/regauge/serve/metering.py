@@ -154,13 +154,18 @@ class Meter:
                 store.close()
         return self._since.get(worker, 0)
 
-    def _recover(self, store: Store, since_us: int, before_us: int, dumb: Collection[str]) -> None:
+    def _recover(self, store: Store, since_us: int, before_us: int, dumb: Collection[str], made: set[str]) -> set[str]:
+        """Make the receipts that can be made, but those that have been, and return the requests of all."""
         for lacks in store.missing(since_us, ended_before_us=before_us):
-            if lacks.side == "gateway" and (receipt := store.recover(lacks.request, self.name, dumb)) is not None:
+            if lacks.side != "gateway" or lacks.request in made:
+                continue
+            if (receipt := store.recover(lacks.request, self.name, dumb)) is not None:
                 get_logger(**{REQUEST_ID: lacks.request}).warning(
                     "a lost receipt is made again", outcome=receipt.outcome
                 )
                 self._writer.put(sign(receipt, self._key))
+                made.add(lacks.request)
+        return made
 
     def look(self) -> None:
         """Make again what a gateway that was killed has lost, and tell of what does not agree."""
@@ -174,8 +179,8 @@ class Meter:
             store = Store(self.config.store, create=False)
             try:
                 dumb = {worker for worker, at_us in list(self._asked.items()) if at_us > before_us}
-                self._recover(store, since_us, before_us, frozenset())
-                self._recover(store, since_us, lost_us, dumb)
+                made = self._recover(store, since_us, before_us, frozenset(), set())
+                self._recover(store, since_us, lost_us, dumb, made)
                 troubled = [
                     each
                     for each in store.troubled(since_us, now_us)

@@ -49,3 +49,13 @@ def test_a_mean_lies_among_the_steps(steps: list[tuple[Work, float]]) -> None:
             assert min(each) * 0.999 <= found <= max(each) * 1.001
         else:
             assert found == 0
+
+
+def test_what_is_faded_is_soon_outweighed() -> None:
+    speed = Speed()
+    speed.add(Work(prompt_tokens=100, decoded=1, decoding=1), 1.0)
+    before = speed.prefill_tokens_per_s, speed.tpot_s
+    speed.fade(0.1)
+    assert (speed.prefill_tokens_per_s, speed.tpot_s) == pytest.approx(before)
+    speed.add(Work(prompt_tokens=1000, decoded=10, decoding=1), 1.0)
+    assert speed.prefill_tokens_per_s > 900

@@ -42,6 +42,13 @@ class Speed:
             self._decoded = keep * self._decoded + work.decoded
             self._waited_s = keep * self._waited_s + seconds * work.decoding  # all wait, also for their turn
 
+    def fade(self, share: float) -> None:
+        """Have what was measured so far count less against what comes."""
+        self._prompt_tokens *= share
+        self._prompt_s *= share
+        self._decoded *= share
+        self._waited_s *= share
+
     @property
     def prefill_tokens_per_s(self) -> float:
         """Prompt tokens computed per second; 0 before the first."""
