@@ -32,8 +32,9 @@ class Asking:
 
     @property
     def whole(self) -> bool:
-        """Whether all of its body is there."""
-        return bool(self.scope["extensions"][WHOLE]())
+        """Whether all of its body is known to be there."""
+        told = self.scope.get("extensions", {}).get(WHOLE)
+        return told is not None and bool(told())
 
     async def read(self) -> tuple[bytes, bool]:
         """Return a part of the body, and whether there is more. Raises ApiError where the client has gone."""
@@ -64,7 +65,7 @@ class Front:
 
     def __init__(self, app: Starlette, routes: Iterable[Route], metrics: Metrics, tenants: Tenants) -> None:
         self.state = app.state
-        self._starlette = app
+        self.starlette = app
         self._hot = {route.path: route.endpoint for route in routes if isinstance(route.endpoint, Endpoint)}
         self._layers = Envelope(Access(self._inner, tenants), metrics)
 
@@ -75,7 +76,7 @@ class Front:
     async def _inner(self, scope: Scope, receive: Receive, send: Send) -> None:
         endpoint = self._hot.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
         if endpoint is None:
-            await self._starlette(scope, receive, send)
+            await self.starlette(scope, receive, send)
             return
         try:
             await endpoint(scope, receive, send)
