@@ -127,7 +127,8 @@ class PassJob:
 
         while True:
             outcome: Outcome = "failed"
-            passage = self.passage = self._passage(step.request.id, step.route)
+            route = step.route
+            passage = self.passage = self._passage(step.request.id, route)
             try:
                 await passage.run(first)
                 outcome = "complete"
@@ -141,7 +142,7 @@ class PassJob:
             except (WorkerLost, WorkerError, RequestTimeout, ProtocolError) as error:
                 step = await self._after(passage, error)
             finally:
-                self._account(passage, step.route, outcome)
+                self._account(passage, route, outcome)
 
     def _passage(self, name: str, route: Route) -> Passage:
         fleet = self._service.fleet
