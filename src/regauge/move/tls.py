@@ -172,10 +172,15 @@ class TlsStream(Stream):
         return True
 
     def take(self) -> bytes:
-        """Decrypt what one read of a readable socket gives, which may be nothing yet. Raises OSError, also at the end."""
+        """Decrypt what is here already, else what one read of a readable socket gives, which may be nothing yet. Raises OSError, also at the end."""
+        if here := self._decrypted():
+            return here
         records = self.sock.recv(_RECEIVE_BYTES)
         if not records:
             raise ConnectionResetError(104, "the peer closed it or died")
+        return self._decrypted(records)
+
+    def _decrypted(self, records: bytes = b"") -> bytes:
         parts = []
         with self._lock:
             self._incoming.write(records)
