@@ -239,8 +239,7 @@ class LimitsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     request_timeout_s: float = 600.0
     """Most seconds from a request's arrival to its last token."""
     prefill_wait_s: float = 30.0
-    """A request that has lost its prefill worker before the first token begins again, once, as soon as that is back: most seconds to
-    wait for it; 0: it fails. Where decode computes prompts itself (vLLM) nothing waits."""
+    """Most seconds that a request which has lost its workers waits for one to come or come back, where no other can take it; 0: it fails."""
 
     def __post_init__(self) -> None:
         bound(self, "limits", ("request_timeout_s",), most=MAX_S)

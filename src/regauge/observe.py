@@ -216,7 +216,7 @@ class Metrics:
             prompt_tokens=Counter("regauge_prompt_tokens_total", "Prompt tokens.", registry=registry),
             bypassed=Counter(
                 "regauge_prefill_bypassed_total",
-                "Answers whose prompt the decode worker computed itself, for want of a prefill worker.",
+                "Answers whose prompt the decode worker computed itself.",
                 registry=registry,
             ),
             retried=Counter(

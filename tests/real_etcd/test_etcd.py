@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import msgspec
 import pytest
 from etcd_server import Server
 from serve_rig import MODEL, TEMPLATE, TOKEN, WAIT_S, open_rig, train
+from told import following, one_by_one
 
 from regauge.config_discovery import EtcdConfig
 from regauge.errors import ProtocolError
@@ -41,25 +42,9 @@ async def kept(config: EtcdConfig, *entries: Entry, lease_s: float = 10.0) -> As
                 await task
 
 
-@asynccontextmanager
-async def watched(config: EtcdConfig, limit: int = 100) -> AsyncIterator[AsyncIterator[Change]]:
+def watched(config: EtcdConfig, limit: int = 100) -> AbstractAsyncContextManager[AsyncIterator[Change]]:
     """Give the changes, one at a time."""
-    told = EtcdSource(config, limit).watch()
-
-    async def each() -> AsyncIterator[Change]:
-        async for changes in told:
-            for change in changes:
-                yield change
-
-    try:
-        yield each()
-    finally:
-        await told.aclose()  # type: ignore[attr-defined]  # a generator's
-
-
-async def following(changes: AsyncIterator[Change]) -> Change:
-    async with asyncio.timeout(WAIT_S):
-        return await anext(changes)
+    return one_by_one(EtcdSource(config, limit))
 
 
 async def put(etcd: Etcd, name: str, value: bytes) -> None:

@@ -93,6 +93,19 @@ async def test_cached_tokens_are_told_as_they_are_charged(tokenizer: Tokenizer, 
         assert body["usage"]["prompt_tokens_details"]["cached_tokens"] == last.cached == rig.prefill.cached
 
 
+async def test_two_answers_to_a_prompt_pay_for_it_once_as_usage_says(tokenizer: Tokenizer, meter: Meter) -> None:
+    async with open_rig(tokenizer, limits=LIMITS, billing=meter) as rig:
+        rig.prefill.cached = 3
+        status, body, _ = await rig.post(CHAT, chat(n=2))
+        assert status == 200
+        await rig.until(lambda: len(receipts(meter)) == 2)
+        first, other = sorted(receipts(meter), key=lambda r: r.request)
+        assert (first.resumes, other.resumes) == ("", first.request)
+        assert (first.prompt, first.cached) == (body["usage"]["prompt_tokens"], 3)
+        assert body["usage"]["prompt_tokens_details"]["cached_tokens"] == 3
+        assert (first.generated or 0) + (other.generated or 0) == body["usage"]["completion_tokens"]
+
+
 async def test_decode_that_has_no_receipt_to_give_when_it_is_dropped_is_said_to_be_silent(
     tokenizer: Tokenizer, meter: Meter
 ) -> None:

@@ -13,6 +13,7 @@ import pytest
 from aiohttp import web
 from serve_rig import WAIT_S
 from standing import listening
+from told import following, one_by_one
 
 from regauge.config_discovery import KubernetesConfig
 from regauge.serve import wire
@@ -95,22 +96,8 @@ async def watched(
     await asyncio.to_thread((folder / "token").write_text, cluster.token + "\n")
     async with listening([web.get(PATH, cluster.answer)]) as url:
         rules = KubernetesConfig("serving", "p", "d", url=url, token_file=str(folder / "token"), authority="", **config)
-        told = KubernetesSource(rules, limit, secure=False).watch()
-
-        async def each() -> AsyncIterator[Change]:
-            async for changes in told:
-                for change in changes:
-                    yield change
-
-        try:
-            yield each()
-        finally:
-            await told.aclose()  # type: ignore[attr-defined]  # a generator's
-
-
-async def following(changes: AsyncIterator[Change]) -> Change:
-    async with asyncio.timeout(WAIT_S):
-        return await anext(changes)
+        async with one_by_one(KubernetesSource(rules, limit, secure=False)) as changes:
+            yield changes
 
 
 def entry(name: str, role: Any, host: str, **fields: Any) -> Entry:

@@ -29,10 +29,11 @@ from regauge.layout import files
 from regauge.layout.presets import from_short, load_model, with_pages
 from regauge.layout.spec import Layout
 from regauge.serve import wire
-from regauge.serve.launch import DECODE, GATEWAY, PREFILL, Command, Deployment, commands, consecutive_ports
+from regauge.serve.launch import GATEWAY, Command, Deployment, commands, consecutive_ports
 from regauge.serve.pairing import UNKNOWN
 
 KEY = "ab" * 32
+PREFILL, DECODE = "prefill-0", "decode-0"
 VLLM = EngineConfig(vllm=ServedConfig(python="/opt/vllm/bin/python", args=["--block-size=32"], ranks=2), threads=3)
 
 SGLANG = EngineConfig(

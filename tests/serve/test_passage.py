@@ -18,7 +18,7 @@ from regauge.errors import ProtocolError
 from regauge.serve import wire
 from regauge.serve.connection import RequestTimeout, WorkerError, WorkerLost
 from regauge.serve.engine_client import EngineClient
-from regauge.serve.passage import MAX_REFUSAL, Passage, Refused, forward
+from regauge.serve.passage import MAX_REFUSAL, Passage, Refused
 from regauge.serve.passthrough import ROUTES, read
 from regauge.serve.sglang import SglangClient
 from regauge.serve.vllm import VllmClient
@@ -297,14 +297,3 @@ async def test_sglang_is_asked_to_drop_what_it_was_asked_for() -> None:
             await client.abort(name)
         for engine in (both.prefill, both.decode):
             assert await engine.aborts.get() == engine.asked[0]["request_id"] == "resp_r1."
-
-
-async def test_a_count_is_forwarded() -> None:
-    async with pair() as both:
-        both.decode.answer = {"input_tokens": 5}
-        deadline = asyncio.get_running_loop().time() + WAIT_S
-        head, body = await forward(both.clients[1], "/v1/messages/count_tokens", b'{"x":1}', deadline, {})
-        assert (head.status, json.loads(body), both.decode.asked) == (200, {"input_tokens": 5}, [{"x": 1}])
-        both.decode.status = 404
-        with pytest.raises(Refused):
-            await forward(both.clients[1], "/v1/messages/count_tokens", b"{}", deadline, {})

@@ -35,44 +35,20 @@ entries = st.builds(
     entry, st.sampled_from("abcd"), st.integers(1, 2), instance=st.sampled_from(["", "1"]), draining=st.booleans(),
     lease_s=st.sampled_from([None, 1.0, 5.0]),
 )  # fmt: skip
-steps = st.lists(
-    st.one_of(
-        st.tuples(st.just("put"), entries), st.tuples(st.just("take"), st.sampled_from("abcd")),
-        st.tuples(st.just("expire"), st.integers(0, 9)), st.tuples(st.just("replace"), st.lists(entries, max_size=5)),
-    ), max_size=30,
-)  # fmt: skip
 
 
 @STEADY
-@given(steps)
-def test_the_changes_say_what_the_entries_are(steps: list[tuple[str, object]]) -> None:
-    registry, seen, now = Registry(3), dict[str, tuple[Entry, bool]](), 0.0
-    for what, value in steps:
-        match what, value:
-            case "put", Entry():
-                full = value.name not in registry.entries and len(registry.entries) == 3
-                if full:
-                    with pytest.raises(ConfigError, match="there are 3 workers already"):
-                        registry.put(value, now)
-                else:
-                    follow(seen, registry.put(value, now))
-            case "take", str():
-                follow(seen, registry.take(value, "asked"))
-            case "expire", int():
-                now += value
-                ended = {name for name, one in registry.entries.items() if one.lease_s is not None}
-                before = set(registry.entries)
-                follow(seen, registry.expire(now))
-                assert before - set(registry.entries) <= ended
-                assert registry.next_end is None or registry.next_end > now
-            case "replace", list():
-                changes, left_out = registry.replace(value, now, "gone")
-                follow(seen, changes)
-                wanted = {one.name: one for one in value}
-                assert len(registry.entries) + left_out == len(wanted)
-                assert all(wanted[name] == one for name, one in registry.entries.items())
-        assert len(registry.entries) <= 3
+@given(st.lists(st.lists(entries, max_size=5), max_size=20))
+def test_the_changes_say_what_the_entries_are(looks: list[list[Entry]]) -> None:
+    registry, seen = Registry(3), dict[str, tuple[Entry, bool]]()
+    for look in looks:
+        changes, left_out = registry.replace(look, "gone")
+        follow(seen, changes)
+        wanted = {one.name: one for one in look}
+        assert len(registry.entries) == min(len(wanted), 3)
+        assert len(registry.entries) + left_out == len(wanted)
         for name, one in registry.entries.items():
+            assert one == wanted[name]
             shown, draining = seen[name]
             assert (shown.address, shown.instance, draining) == (one.address, one.instance, one.draining)
         assert seen.keys() == registry.entries.keys()
@@ -86,10 +62,11 @@ def test_a_name_belongs_to_one_source_at_a_time(steps: list[tuple[int, Entry | s
     first: dict[str, list[int]] = {}
     for source, what in steps:
         registry = registries[source]
-        changes = registry.put(what, 0.0) if isinstance(what, Entry) else registry.take(what, "gone")
+        name = what.name if isinstance(what, Entry) else what
+        others = [one for one in registry.entries.values() if one.name != name]
+        changes, _ = registry.replace([*others, what] if isinstance(what, Entry) else others, "gone")
         told, _ = merge.apply(source, changes)
         follow(seen, told)
-        name = what.name if isinstance(what, Entry) else what
         order = first.setdefault(name, [])
         if isinstance(what, Entry):
             order += [] if source in order else [source]
@@ -101,21 +78,13 @@ def test_a_name_belongs_to_one_source_at_a_time(steps: list[tuple[int, Entry | s
             assert (seen[name][0].address, seen[name][1]) == (one.address, one.draining)
 
 
-def test_a_renewed_lease_says_nothing_and_lasts() -> None:
+def test_an_entry_that_is_told_again_says_nothing_and_another_process_joins() -> None:
     registry = Registry(9)
-    assert registry.put(entry(lease_s=5), 0.0) == [Joined(entry(lease_s=5))]
-    assert registry.put(entry(lease_s=5), 4.0) == []
-    assert registry.expire(8.9) == []
-    assert registry.next_end == 9.0
-    assert registry.expire(9.0) == [Left("w", "its lease has ended")]
-
-
-def test_what_an_earlier_process_says_does_not_take_a_later_one_away() -> None:
-    registry = Registry(9)
-    registry.put(entry(instance="old"), 0.0)
-    assert registry.put(entry(instance="new"), 0.0) == [Joined(entry(instance="new"))]
-    assert registry.take("w", "left", "old") == []
-    assert registry.take("w", "left", "new") == [Left("w", "left")]
+    old, new = entry(instance="old"), entry(instance="new")
+    assert registry.replace([old], "left") == ([Joined(old)], 0)
+    assert registry.replace([old], "left") == ([], 0)
+    assert registry.replace([new], "left") == ([Joined(new)], 0)
+    assert registry.replace([], "left") == ([Left("w", "left")], 0)
 
 
 GOOD = {

@@ -71,7 +71,8 @@ class Receipt(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     ended_us: Time
     outcome: Outcome
     resumes: Text = ""
-    """Request that this one goes on from: its prompt, and what it generated, are this one's prompt. Every side must be told: empty means none."""
+    """Request that has paid for the input: this one goes on from it (its prompt, and what it generated, are this one's prompt), or answers the same
+    prompt once more. Every side must be told: empty means none."""
     silent: tuple[Literal["prefill", "decode"], ...] = ()
     """From the gateway: sides that cannot speak: prefill that died once it had delivered, engines that make no receipts. What the others say stands alone."""
     recovered: bool = False

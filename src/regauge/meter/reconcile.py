@@ -81,7 +81,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def charged(self) -> tuple[int, int, int]:
-        """Tokens to be paid for: cached input, uncached input, output. A request that goes on from another pays its input no second time."""
+        """Tokens to be paid for: cached input, uncached input, output. A request that goes on from another, or answers its prompt once more, pays no input."""
         if self.status != "agreed":
             return 0, 0, 0
         cached, uncached = (0, 0) if self.resumes else (self.cached, self.computed)

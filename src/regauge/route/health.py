@@ -92,8 +92,3 @@ class Breaker:
         seconds = min(config.eject_s * 2 ** min(self.ejections, 30), config.eject_most_s)
         self.until, self.passed, self.failures, self.why = now + seconds, 0, 0, why
         self.ejections += 1
-
-    def pardon(self) -> None:
-        """Forget all: the worker is new, or its last peer has gone."""
-        self.failures = self.ejections = self.passed = self.samples = 0
-        self.until, self.probe, self.ratio, self.why = None, None, 1.0, ""

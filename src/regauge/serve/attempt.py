@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any
 
 from regauge.config import Role
 from regauge.engines.local.sampling import SamplingParams
@@ -21,11 +21,8 @@ from regauge.observe import ERROR, REQUEST_ID, WORKER, get_logger
 from regauge.serve import wire
 from regauge.serve.client import WorkerClient
 from regauge.serve.connection import WorkerLost
-from regauge.serve.failures import cause, errors, good, is_symptom
+from regauge.serve.failures import SETTLE_S, cause, errors, good, is_symptom
 from regauge.serve.workers import Worker
-
-SETTLE_S: Final = 0.5
-"""After one leg's end, seconds to wait for the other's: a failed transfer is often the other worker's death."""
 
 Spawn = Callable[[Coroutine[Any, Any, Any]], None]
 Take = Callable[[wire.TokenEvent], bool]

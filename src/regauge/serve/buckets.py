@@ -140,7 +140,7 @@ class Buckets:
             if not whole or not 0 <= process < MAX_PROCESSES:
                 raise ConfigError(f"{path}: is no file of buckets for process {process}; `regauge serve` makes it anew")
             self._map = mmap.mmap(self._file, size)
-        except BaseException:
+        except BaseException:  # closed, whatever broke
             os.close(self._file)
             raise
 

@@ -163,7 +163,7 @@ class Connection(abc.ABC):
         except Broken as error:
             self.shut(exchange)
             raise self.lost(error) from error
-        except BaseException:
+        except BaseException:  # ended whatever broke, also when cancelled: nobody else knows of it
             self.shut(exchange)
             raise
         return exchange

@@ -188,12 +188,11 @@ class EtcdSource:
     async def watch(self) -> AsyncIterator[list[Change]]:
         """As `discovery.Source`."""
         registry, pauses = Registry(self._limit), Pauses()
-        loop = asyncio.get_running_loop()
         try:
             while True:
                 try:
                     values, revision = await self._etcd.entries()
-                    yield self._replace(registry, values, loop.time())
+                    yield self._replace(registry, values)
                     pauses.reset()
                     async for changes in self._etcd.changes(revision + 1):
                         for key, value in changes:
@@ -201,7 +200,7 @@ class EtcdSource:
                                 values.pop(key, None)
                             else:
                                 values[key] = value
-                        yield self._replace(registry, values, loop.time())
+                        yield self._replace(registry, values)
                 except TimeoutError:
                     continue  # as `WATCH_S` says
                 except ProtocolError as error:
@@ -210,9 +209,9 @@ class EtcdSource:
         finally:
             await self._etcd.close()
 
-    def _replace(self, registry: Registry, values: dict[bytes, bytes], now: float) -> list[Change]:
+    def _replace(self, registry: Registry, values: dict[bytes, bytes]) -> list[Change]:
         entries = [entry for key, value in sorted(values.items()) if (entry := self._entry(key, value)) is not None]
-        changes, left_out = registry.replace(entries, now, "its key in etcd is gone")
+        changes, left_out = registry.replace(entries, "its key in etcd is gone")
         if left_out:
             get_logger(source="etcd").error(
                 "there are more workers than discovery.max_workers allows", left_out=left_out

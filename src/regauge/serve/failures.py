@@ -14,6 +14,8 @@ from regauge.serve.connection import RequestTimeout, WorkerError, WorkerLost
 from regauge.serve.openai import RATE_LIMIT, SERVER_ERROR, ApiError
 
 RETRY_AFTER_S: Final = 1
+SETTLE_S: Final = 0.5
+"""After one leg's end, seconds to wait for the other's: a refusal comes from both, a failed transfer is often the other worker's death."""
 UNAVAILABLE: Final = "worker_unavailable"
 _SYMPTOMS: Final = frozenset({"transfer_failed", "timeout", "aborted"})
 """What a worker says when its peer is at fault, or may be."""
@@ -82,7 +84,12 @@ def is_symptom(error: BaseException) -> bool:
 
 def cause(legs: Sequence[asyncio.Task[Any]]) -> BaseException:
     """Return the error to report: a worker's death, else a worker's own fault, else what there is."""
-    return min(errors(legs), key=lambda error: (not isinstance(error, WorkerLost), is_symptom(error)))
+    return min(errors(legs), key=rank)
+
+
+def rank(error: BaseException) -> tuple[bool, bool]:
+    """Return what orders the errors of two legs: the lowest is the cause."""
+    return not isinstance(error, WorkerLost), is_symptom(error)
 
 
 def blame(error: RegaugeError, prefill: str | None, decode: str) -> tuple[Cause, str, Role] | None:

@@ -83,7 +83,7 @@ class Front:
         except ApiError as error:
             scope["state"]["summary"] = {observe.ERROR: str(error)}
             await error_response(error, scope["path"], scope["state"]["request_id"])(scope, receive, send)
-        except Exception:
+        except Exception:  # whatever broke, the client is told that something did
             if not scope["state"]["begun"]:
                 request_id: str = scope["state"]["request_id"]
                 await error_response(bug(request_id), scope["path"], request_id)(scope, receive, send)

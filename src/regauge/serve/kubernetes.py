@@ -109,12 +109,11 @@ class KubernetesSource:
     async def watch(self) -> AsyncIterator[list[Change]]:
         """As `discovery.Source`."""
         registry, pauses = Registry(self._limit), Pauses()
-        loop = asyncio.get_running_loop()
         async with aiohttp.ClientSession(read_bufsize=_LINE, trust_env=False) as session:
             while True:
                 try:
                     slices, version = await self._list(session)
-                    yield self._replace(registry, slices.values(), loop.time())
+                    yield self._replace(registry, slices.values())
                     pauses.reset()
                     while True:
                         async for event, each in self._watch(session, version):
@@ -125,7 +124,7 @@ class KubernetesSource:
                             elif event in ("ADDED", "MODIFIED"):
                                 slices[each.metadata.name] = each
                             if event != "BOOKMARK":
-                                yield self._replace(registry, slices.values(), loop.time())
+                                yield self._replace(registry, slices.values())
                         await pauses.wait()  # a server that ends each watch at once is not asked in a circle
                 except _GoneError:
                     continue
@@ -177,14 +176,14 @@ class KubernetesSource:
         except (aiohttp.ClientError, OSError, ValueError) as error:  # ValueError: a line that is too long
             raise ProtocolError(f"kubernetes: {str(error) or type(error).__name__}") from error
 
-    def _replace(self, registry: Registry, slices: Iterable[Slice], now: float) -> list[Change]:
+    def _replace(self, registry: Registry, slices: Iterable[Slice]) -> list[Change]:
         entries: dict[str, Entry] = {}
         for each in slices:
             for entry in self._entries(each):
                 # A pod may be in several slices while they change: it is ready where one says so.
                 if entry.name not in entries or entries[entry.name].draining:
                     entries[entry.name] = entry
-        changes, left_out = registry.replace(entries.values(), now, "its service names it no longer")
+        changes, left_out = registry.replace(entries.values(), "its service names it no longer")
         if left_out:
             get_logger(source="kubernetes").error(
                 "there are more workers than discovery.max_workers allows", left_out=left_out

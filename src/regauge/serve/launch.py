@@ -30,7 +30,7 @@ from regauge.serve import addresses, signing, wire
 from regauge.serve.discovery import secret
 from regauge.serve.pairing import UNKNOWN
 
-GATEWAY, PREFILL, DECODE = "gateway", "prefill-0", "decode-0"
+GATEWAY: Final = "gateway"
 CONNECTOR: Final = "regauge.engines.vllm.connector"
 BACKEND: Final = "regauge"
 """As SGLang's transfer backend."""

@@ -17,18 +17,17 @@ import msgspec
 from regauge.config import Role
 from regauge.errors import ProtocolError, RegaugeError
 from regauge.serve import inject, wire
-from regauge.serve.connection import MAX_PART, WorkerError, WorkerLost
+from regauge.serve.connection import MAX_PART, WorkerError
 from regauge.serve.engine_client import EngineClient
 from regauge.serve.errand import Errand
 from regauge.serve.exchange import Exchange
+from regauge.serve.failures import SETTLE_S, rank
 from regauge.serve.inject import RID_END, Leg
 from regauge.serve.passthrough import Asked, Counts, Cutter, Meter
 from regauge.serve.replies import PromptDetails, Usage
 
 Deliver = Callable[[bytes], Awaitable[None]]
 """Sends a part of an answer to the client."""
-SETTLE_S: Final = 0.5
-"""After one leg's end, seconds to wait for the other's: a refusal comes from both, a failed transfer is often the other engine's death."""
 MAX_WHOLE: Final = 64 << 20
 """Most bytes of an answer that is not streamed."""
 MAX_REFUSAL: Final = 64 << 10
@@ -272,15 +271,6 @@ class Passage:
         return Errand(client, client.call("POST", path, self.deadline, body, own), self._moved, whole=whole)
 
 
-async def forward(
-    client: EngineClient, path: str, body: bytes, deadline: float, headers: Mapping[str, str]
-) -> tuple[Head, bytes]:
-    """Have one engine answer what needs no transfer, as a count of tokens. Raises as `Passage.run`."""
-    async with client.call("POST", path, deadline, body, headers) as answer:
-        head = await _accept(client, answer)
-        return head, await _read(client, answer, MAX_WHOLE)
-
-
 async def _accept(client: EngineClient, answer: Exchange) -> Head:
     """Return how an answer begins. Raises Refused for one that is no success, with all of it."""
     head = Head(answer.status, _passed(answer.headers))
@@ -329,9 +319,9 @@ async def _refusal(leg: Errand) -> BaseException:
     return ProtocolError(f"answer of {leg.client.role} worker {leg.client.name}: HTTP {leg.exchange.status}")
 
 
-def _rank(error: BaseException) -> tuple[bool, bool, bool]:
-    symptom = isinstance(error, WorkerError) and error.event.code in ("transfer_failed", "timeout", "aborted")
-    return not (isinstance(error, Refused) and error.clients), not isinstance(error, WorkerLost), symptom
+def _rank(error: BaseException) -> tuple[bool, tuple[bool, bool]]:
+    """The client's own fault counts before all others."""
+    return not (isinstance(error, Refused) and error.clients), rank(error)
 
 
 def _wake(turn: asyncio.Future[None]) -> None:

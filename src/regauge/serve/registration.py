@@ -143,7 +143,7 @@ class Desk:
             self._news.clear()
             try:
                 entries = await asyncio.to_thread(self._shelf.entries)
-                changes, _ = registry.replace(entries, 0.0, "it has left, or its lease has ended")
+                changes, _ = registry.replace(entries, "it has left, or its lease has ended")
                 if changes or first:
                     yield changes
                 first = False

@@ -1,7 +1,4 @@
-"""Which workers there are, as one source knows them: entries that are put, renewed, taken away or over, and the changes that this makes.
-
-Pure: no I/O, no clock; times are in seconds, on any clock that does not go back.
-"""
+"""Which workers there are, as one source knows them, and the changes from one look to the next. Pure: no I/O, no clock; leases are the sources'."""
 
 from __future__ import annotations
 
@@ -129,55 +126,23 @@ class Registry:
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._entries: dict[str, Entry] = {}
-        self._ends: dict[str, float] = {}
-        """Of leases, by name."""
 
     @property
     def entries(self) -> Mapping[str, Entry]:
         """The entries, by name."""
         return self._entries
 
-    @property
-    def next_end(self) -> float | None:
-        """When the next lease ends, unless it is renewed."""
-        return min(self._ends.values(), default=None)
-
-    def put(self, entry: Entry, now: float) -> list[Change]:
-        """Take or renew an entry. One of another instance takes its name over. Raises ConfigError where there are too many."""
-        before = self._entries.get(entry.name)
-        if before is None and len(self._entries) >= self._limit:
-            raise ConfigError(f"there are {self._limit} workers already, as many as discovery.max_workers allows")
-        self._entries[entry.name] = entry
-        if entry.lease_s is None:
-            self._ends.pop(entry.name, None)
-        else:
-            self._ends[entry.name] = now + entry.lease_s
-        return _differences(before, entry)
-
-    def take(self, name: str, reason: str, instance: str | None = None) -> list[Change]:
-        """Take an entry away; with an `instance`, only that one's."""
-        entry = self._entries.get(name)
-        if entry is None or instance not in (None, entry.instance):
-            return []
-        del self._entries[name]
-        self._ends.pop(name, None)
-        return [Left(name, reason)]
-
-    def expire(self, now: float) -> list[Change]:
-        """Take away what has not been renewed in time."""
-        over = [name for name, end in self._ends.items() if end <= now]
-        return [change for name in over for change in self.take(name, "its lease has ended")]
-
-    def replace(self, entries: Iterable[Entry], now: float, reason: str) -> tuple[list[Change], int]:
-        """Make these the only entries; return the changes, and how many were too many."""
+    def replace(self, entries: Iterable[Entry], reason: str) -> tuple[list[Change], int]:
+        """Make these the only entries; return the changes, and how many were too many. `reason`: why those that are not among them have left."""
         wanted = {entry.name: entry for entry in entries}
-        changes = [
-            change for name in [*self._entries] if name not in wanted for change in self.take(name, reason)
-        ]  # before others take their places
+        changes: list[Change] = [Left(name, reason) for name in self._entries if name not in wanted]
+        self._entries = {name: entry for name, entry in self._entries.items() if name in wanted}
         left_out = 0
         for entry in wanted.values():
-            if entry.name in self._entries or len(self._entries) < self._limit:
-                changes += self.put(entry, now)
+            before = self._entries.get(entry.name)
+            if before is not None or len(self._entries) < self._limit:
+                self._entries[entry.name] = entry
+                changes += _differences(before, entry)
             else:
                 left_out += 1
         return changes, left_out

@@ -65,8 +65,8 @@ class Tally:
 
     arrived: float
     completion_tokens: int = 0
-    cached_tokens: dict[int, tuple[int, int]] = field(default_factory=dict)
-    """Of each prompt: the first choice that has told, and what was cached."""
+    cached_tokens: dict[int, int] = field(default_factory=dict)
+    """Of each prompt, as its first choice has found it."""
     wire_bytes: int = 0
     mode: str | None = None
     path: str | None = None
@@ -158,7 +158,7 @@ class Job:
         """Return the tokens so far; a prompt counts once."""
         prompts = {choice.prompt: len(choice.token_ids) for choice in self.choices}
         prompt, completion = sum(prompts.values()), self.tally.completion_tokens
-        cached = PromptDetails(sum(tokens for _, tokens in self.tally.cached_tokens.values()))
+        cached = PromptDetails(sum(self.tally.cached_tokens.values()))
         return Usage(prompt, completion, prompt + completion, cached)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
@@ -196,8 +196,9 @@ class _Run:
             choice.request_id, job.tenant, service.model, len(choice.token_ids), blocks, choice.sampling.max_tokens, job.priority
         )  # fmt: skip
         self._life = Life(request, fleet.router, until=job.deadline, wait_s=service.wait_s)
-        self._resumes = ""
-        """The attempt that this one goes on from."""
+        first = next(each.request_id for each in job.choices if each.prompt == choice.prompt)
+        self._resumes = "" if first == choice.request_id else first
+        """What has paid for the input: the attempt that this one goes on from, or the first answer to the same prompt."""
         self._placed: Start | None = None
 
     def place(self) -> None:
@@ -275,10 +276,8 @@ class _Run:
 
     def _cached(self, attempt: Attempt) -> None:
         """Note what the client is told to have been cached: what is charged, of the attempt that gave the first token."""
-        choice, told = self._choice, self._job.tally.cached_tokens
-        first, _ = told.get(choice.prompt, (choice.index, 0))
-        if attempt.cached is not None and not self._resumes and first == choice.index:
-            told[choice.prompt] = (first, attempt.cached)
+        if attempt.cached is not None and not self._resumes:
+            self._job.tally.cached_tokens[self._choice.prompt] = attempt.cached
 
     def _prefilled(self, attempt: Attempt, reply: wire.Prefilled) -> None:
         self._cached(attempt)

@@ -132,7 +132,7 @@ def listeners(host: str, port: int, count: int) -> list[socket.socket]:
     made: list[socket.socket] = []
     try:
         made.extend(listen(host, port, shared=True) for _ in range(count))  # what is made is kept, also where one fails
-    except BaseException:
+    except BaseException:  # closed, whatever broke
         for each in made:
             each.close()
         raise

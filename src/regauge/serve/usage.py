@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from datetime import UTC, datetime, timedelta
 from typing import Final, Literal, get_args
 
@@ -12,9 +13,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from regauge.errors import StoreError
-from regauge.meter import render
+from regauge.meter.invoice import Used
 from regauge.meter.reconcile import Entry
-from regauge.meter.store import Store, Usage
+from regauge.meter.store import Store
 from regauge.serve.answer import JSON
 from regauge.serve.failures import unavailable
 from regauge.serve.openai import ApiError, bad
@@ -27,7 +28,7 @@ MOST: Final = 10_000
 
 
 class UsageRow(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens of one model in one bucket of time, which begins at `start` (UTC)."""
+    """Tokens of one model that are charged in one bucket of time, which begins at `start` (UTC)."""
 
     start: datetime
     model: str
@@ -45,7 +46,7 @@ class UsageList(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RequestUsage(msgspec.Struct, frozen=True, kw_only=True):
-    """One request as its receipts have it; `status`: agreed, missing, differs, void."""
+    """One request as its receipts have it, and what is charged of it; `status`: agreed, missing, differs, void."""
 
     id: str
     status: str
@@ -87,13 +88,11 @@ class UsageApi:
         since = _time(query.get("from"), "from", _month(datetime.now(UTC)))
         until = _time(query.get("until"), "until", datetime.now(UTC) + timedelta(days=1))
         tenant: Tenant = request.state.tenant
-        rows = await asyncio.to_thread(
-            self._usage, tenant.name, _us(since), _us(until), query.get("model"), "hour" if by == "hour" else "day"
-        )
-        rows = {"month": render.months, "total": render.total}.get(by, list)(rows)
+        used = await asyncio.to_thread(self._charged, tenant.name, _us(since), _us(until))
+        rows = _rows([each for each in used if query.get("model") in (None, each.model)], by, since)
         if len(rows) > MOST:
             raise bad("from", f"asks for {len(rows)} rows; at most {MOST} are told at once")
-        return _json(UsageList(data=list(map(_row, rows))))
+        return _json(UsageList(data=rows))
 
     async def request(self, request: Request) -> Response:
         """`GET /v1/usage/{id}`: a request of the tenant's own, by its X-Request-Id."""
@@ -111,12 +110,10 @@ class UsageApi:
         except StoreError as error:
             raise unavailable(f"the receipts cannot be read: {error}") from error
 
-    def _usage(
-        self, tenant: str, since_us: int, until_us: int, model: str | None, bucket: Literal["hour", "day"]
-    ) -> list[Usage]:
+    def _charged(self, tenant: str, since_us: int, until_us: int) -> list[Used]:
         store = self._open()
         try:
-            return store.usage(since_us, until_us, tenant=tenant, model=model, bucket=bucket)
+            return store.charged(tenant, since_us, until_us)
         except StoreError as error:
             raise unavailable(f"the receipts cannot be read: {error}") from error
         finally:
@@ -133,14 +130,15 @@ class UsageApi:
 
 
 def used_this_month(url: str) -> dict[str, int]:
-    """Return the tokens, prompt and answer, of every tenant since the month (UTC) began, as the receipts say. Raises StoreError, ConfigError."""
+    """Return the tokens, prompt and answer, that every tenant is charged since the month (UTC) began. Raises StoreError, ConfigError."""
     now = datetime.now(UTC)
+    period = _us(_month(now)), _us(now + timedelta(days=1))
     store = Store(url)
     try:
-        used: dict[str, int] = {}
-        for row in store.usage(_us(_month(now)), _us(now + timedelta(days=1))):
-            used[row.tenant] = used.get(row.tenant, 0) + row.prompt + row.generated
-        return used
+        return {
+            tenant: sum(u.cached_input + u.uncached_input + u.output for u in store.charged(tenant, *period))
+            for tenant in store.tenants(*period)
+        }
     finally:
         store.close()
 
@@ -149,17 +147,30 @@ def _month(now: datetime) -> datetime:
     return now.replace(day=1, hour=0, minute=0, second=0, microsecond=0)
 
 
-def _row(row: Usage) -> UsageRow:
-    return UsageRow(
-        start=_at(row.at_us), model=row.model, requests=row.requests, input_tokens=row.prompt,
-        input_cached_tokens=row.cached, output_tokens=row.generated,
-    )  # fmt: skip
+def _rows(used: Iterable[Used], by: str, since: datetime) -> list[UsageRow]:
+    """Add quarters of an hour up to buckets; `since` is where the one bucket of "total" begins."""
+    found: dict[tuple[datetime, str], list[int]] = {}
+    for each in used:
+        at = _at(each.at_us)
+        start = {
+            "hour": at.replace(minute=0), "day": at.replace(hour=0, minute=0), "month": at.replace(day=1, hour=0, minute=0),
+        }.get(by, since)  # fmt: skip
+        sums = found.setdefault((start, each.model), [0, 0, 0, 0])
+        for place, count in enumerate((each.requests, each.cached_input, each.uncached_input, each.output)):
+            sums[place] += count
+    return [
+        UsageRow(
+            start=start, model=model, requests=requests, input_tokens=cached + uncached, input_cached_tokens=cached, output_tokens=output
+        )
+        for (start, model), (requests, cached, uncached, output) in sorted(found.items())
+    ]  # fmt: skip
 
 
 def _entry(entry: Entry) -> RequestUsage:
+    cached, uncached, output = entry.charged
     return RequestUsage(
         id=entry.request, status=entry.status, outcome=entry.outcome, model=entry.model, at=_at(entry.at_us), route=entry.route,
-        input_tokens=entry.prompt, input_cached_tokens=entry.cached, output_tokens=entry.generated, resumes=entry.resumes,
+        input_tokens=cached + uncached, input_cached_tokens=cached, output_tokens=output, resumes=entry.resumes,
     )  # fmt: skip
 
 

@@ -100,7 +100,7 @@ class MeterTag(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     decode: Text = ""
     route: Text = ""
     resumes: Text = ""
-    """The request that this one goes on from."""
+    """The request that has paid for this one's input: it goes on from that, or answers its prompt once more."""
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:

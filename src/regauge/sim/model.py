@@ -14,7 +14,7 @@ result's limits hold if all inputs err the same way at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf, isfinite
 
@@ -37,10 +37,6 @@ class Interval:
     def __post_init__(self) -> None:
         if not (isfinite(self.low) and isfinite(self.high) and self.low <= self.value <= self.high):
             raise ConfigError(f"interval {self.low}, {self.value}, {self.high}: low <= value <= high, all finite")
-
-    def rising(self, what: Callable[[float], float]) -> Interval:
-        """Return `what` of it, which rises with its argument."""
-        return Interval(what(self.low), what(self.value), what(self.high))
 
     def __add__(self, other: Interval) -> Interval:
         return Interval(self.low + other.low, self.value + other.value, self.high + other.high)

@@ -330,7 +330,7 @@ def _judge_bill(report: Report, got: Got, name: str, entries: list[Entry], told:
         told["charged where there was no whole answer: output"] += output
         return
     usage = got.usage or {}
-    prompt, completion = usage["prompt_tokens"] * got.ask.n, usage["completion_tokens"]
+    prompt, completion = usage["prompt_tokens"], usage["completion_tokens"]
     told["told input"] += prompt
     told["charged input"] += cached + uncached
     told["told output"] += completion
@@ -340,12 +340,11 @@ def _judge_bill(report: Report, got: Got, name: str, entries: list[Entry], told:
         report.breaks(
             f"{name}: told {prompt} and {completion} tokens, charged {cached + uncached} and {output}: {states}"
         )
-    if got.ask.n == 1:
-        said = usage["prompt_tokens_details"]["cached_tokens"]
-        told["told cached"] += said
-        told["charged cached"] += cached
-        if said != cached:
-            report.breaks(f"{name}: told {said} cached tokens, charged {cached}")
+    said = usage["prompt_tokens_details"]["cached_tokens"]
+    told["told cached"] += said
+    told["charged cached"] += cached
+    if said != cached:
+        report.breaks(f"{name}: told {said} cached tokens, charged {cached}")
 
 
 def _verify(report: Report, served: Deployed) -> None:
