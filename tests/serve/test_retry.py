@@ -10,7 +10,11 @@ import pytest
 from serve_rig import MODEL, WAIT_S, EchoWorker, Rig, open_rig
 
 from regauge.config import LimitsConfig
+from regauge.errors import ProtocolError
+from regauge.route.cluster import Request
+from regauge.route.request import Life, Start, Wait
 from regauge.serve import wire
+from regauge.serve.lives import settled
 from regauge.serve.text import Tokenizer
 
 pytestmark = pytest.mark.anyio
@@ -93,3 +97,15 @@ async def test_nothing_begins_again_once_the_client_has_seen_some_of_it(waiting:
     events = await waiting.stream(CHAT, chat())
     assert events[-1]["error"]["code"] == "transfer_failed"
     assert len(waiting.decode.generates) == 1
+
+
+async def test_a_worker_that_is_there_is_not_asked_in_a_circle(waiting: Rig) -> None:
+    """Every poll finds it at once; the request comes again when its life says so."""
+    fleet = waiting.fleet
+    life = Life(Request("r", model=MODEL), fleet.router)
+    assert isinstance(life.begin(fleet.now()), Start)
+    step = life.failure("failed", "prefill-0", "prefill", fleet.now())
+    assert isinstance(step, Wait)
+    found = await settled(step, life, fleet, "failed", ProtocolError("no"))
+    assert (found.route.prefill, fleet.now() >= step.earliest) == ("prefill-0", True)
+    life.finished(fleet.now())

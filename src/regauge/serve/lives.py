@@ -22,9 +22,8 @@ async def settled(step: Action, life: Life, fleet: Fleet, kind: Cause, error: Re
         with suppress(TimeoutError):
             async with asyncio.timeout_at(step.until):
                 await fleet.returned(step.role)
-                await asyncio.sleep(
-                    step.earliest - fleet.now()
-                )  # one that is there and is not given the request is not asked without end
+                # A worker that is there, and is not given the request, would be asked in a circle.
+                await asyncio.sleep(step.earliest - fleet.now())
         step = life.again(fleet.now())
     if isinstance(step, Start | Resume):
         log.warning("the request goes on elsewhere", attempt=step.request.id, **{ROUTE: step.route.header})
