@@ -26,13 +26,13 @@ from regauge import (
     cli_meter,
     cli_probe,
     cli_quality,
+    cli_serve,
     cli_top,
     cli_why,
 )
 from regauge.errors import ConfigError, LayoutError, Refused, RegaugeError
 
 if TYPE_CHECKING:
-    from regauge.config import ServeConfig
     from regauge.layout.spec import Layout
 
 _LAYOUT_HELP = (
@@ -97,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
         new.add_argument("--json", action="store_true", help="print JSON")
         return new
 
-    _serve_arguments(verb("serve", "serve a model across a prefill and a decode process"))
+    cli_serve.arguments(verb("serve", "serve a model across a prefill and a decode process"), _LAYOUT_HELP)
     cli_top.arguments(verb("top", "show how the transfers of a running gateway stand"))
     cli_why.arguments(verb("why", "say why a request went to the workers that it went to"))
     cli_keys.arguments(_jobs(verb("keys", "make API keys for tenants of the gateway")))
@@ -137,29 +137,6 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _serve_arguments(serve: argparse.ArgumentParser) -> None:
-    serve.add_argument("--config", metavar="FILE", help="TOML file; the other options override it")
-    serve.add_argument("--model", help="the bundled model's name, a Hugging Face folder, or a hub name")
-    serve.add_argument(
-        "--engine",
-        choices=("local", "external"),
-        help="external: start no workers, and serve with those that the file tells of",
-    )
-    serve.add_argument("--host", help="address of the HTTP endpoint")
-    serve.add_argument("--port", type=int, help="port of the HTTP endpoint")
-    serve.add_argument("--prefill-layout", help=_LAYOUT_HELP)
-    serve.add_argument("--decode-layout", help=_LAYOUT_HELP)
-    serve.add_argument("--transport", choices=("shm", "tcp", "mooncake", "nixl"), help="how KV crosses")
-    serve.add_argument(
-        "--set",
-        metavar="KEY=VALUE",
-        action="append",
-        default=[],
-        help="any field of the file, as in decode.max_batch=8",
-    )
-    serve.add_argument("--log-json", action="store_true", help="one JSON object per log line")
-
-
 def _jobs(verb: argparse.ArgumentParser) -> Callable[[str, str], _Parser]:
     """Return what adds a command, with its help, below a verb."""
     jobs = verb.add_subparsers(dest="what", metavar="COMMAND", required=True, parser_class=_Parser)
@@ -195,7 +172,7 @@ def _bench_arguments(bench: argparse.ArgumentParser) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code."""
     options = _parser().parse_args(arguments)
-    verbs = {"serve": _serve, "check": _check, "explain": _explain, "layout": _layout, "probe": _probe, "bench": _bench,
+    verbs = {"serve": cli_serve.run, "check": _check, "explain": _explain, "layout": _layout, "probe": _probe, "bench": _bench,
              "top": cli_top.run, "why": cli_why.run, "usage": cli_meter.run, "invoice": cli_meter.run, "prices": cli_meter.run,
              "meter": cli_meter.run, "keys": cli_keys.run, "version": _version, "collect-env": _collect_env}  # fmt: skip
     try:
@@ -298,7 +275,7 @@ def _layout(options: argparse.Namespace) -> int:
 
 def _probe(options: argparse.Namespace) -> int:
     if options.engine:
-        _need_engine()
+        cli_serve.need_engine()
     plain, text, code = cli_probe.run(options)
     if options.json:
         _print_json(plain)
@@ -308,59 +285,6 @@ def _probe(options: argparse.Namespace) -> int:
 
 
 # -- running -----------------------------------------------------------------------------------------------------------
-
-
-def serve_config(options: argparse.Namespace) -> ServeConfig:
-    """Merge file, options and `--set`. Raises ConfigError that names the field."""
-    from pathlib import Path
-
-    import msgspec
-
-    from regauge.config import ServeConfig, load
-
-    plain: dict[str, Any] = msgspec.to_builtins(load(Path(options.config)) if options.config else ServeConfig())
-    for name in ("model", "host", "port", "prefill_layout", "decode_layout"):
-        if getattr(options, name) is not None:
-            plain[name] = getattr(options, name)
-    if options.engine is not None:
-        plain["external"] = options.engine == "external"
-    if options.transport is not None:
-        plain["transfer"]["transport"] = options.transport
-    for item in options.set:
-        key, equals, value = item.partition("=")
-        *parents, last = key.split(".")
-        target = plain
-        for step in parents:
-            target = target.get(step, {})
-            if not isinstance(target, dict):
-                break
-        if not equals or not isinstance(target, dict) or last not in target or isinstance(target[last], dict):
-            raise ConfigError(f"--set {item}: give a field of the configuration, as in decode.max_batch=8")
-        target[last] = value
-    try:
-        return msgspec.convert(plain, ServeConfig, strict=False)
-    except msgspec.ValidationError as error:
-        raise ConfigError(str(error)) from error
-
-
-def _serve(options: argparse.Namespace) -> int:
-    import asyncio
-
-    config = serve_config(options)
-    if not config.external:
-        _need_engine()
-    from regauge.serve.supervisor import Supervisor, describe, plan_deployment
-
-    def say(text: str) -> None:
-        print(text, flush=True)
-
-    deployment = plan_deployment(config, say)
-    say(describe(deployment))
-
-    async def run() -> int:
-        return await Supervisor(deployment, say, log_json=options.log_json, reread=lambda: serve_config(options)).run()
-
-    return asyncio.run(run())
 
 
 def _bench(options: argparse.Namespace) -> int:
@@ -373,17 +297,9 @@ def _bench(options: argparse.Namespace) -> int:
     if options.what in ("keygen", "sign"):
         written = cli_quality.keygen(options) if options.what == "keygen" else [cli_quality.sign(options)]
         return _print_json([str(x) for x in written]) if options.json else print(*written, sep="\n") or 0
-    _need_engine()
+    cli_serve.need_engine()
     rows, text = cli_quality.accuracy(options)
     return _print_json(rows) if options.json else print(text) or 0
-
-
-def _need_engine() -> None:
-    from importlib.util import find_spec
-
-    missing = [name for name in ("torch", "transformers") if find_spec(name) is None]
-    if missing:
-        raise ConfigError(f"the embedded engine needs {' and '.join(missing)}: pip install 'regauge[local]'")
 
 
 # -- help --------------------------------------------------------------------------------------------------------------

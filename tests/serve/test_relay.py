@@ -13,7 +13,6 @@ from serve_rig import MODEL, WAIT_S, EchoWorker, Rig, open_rig, train
 
 from regauge.config import LimitsConfig
 from regauge.serve import wire
-from regauge.serve.protocol import WHOLE
 from regauge.serve.text import Tokenizer
 from regauge.serve.workers import HealthPolicy
 
@@ -41,7 +40,7 @@ async def arrived(worker: EchoWorker) -> str:
 
 
 async def nothing_left(rig: Rig) -> None:
-    """Both workers have been told to drop the request, and the gateway has forgotten it."""
+    """Both workers were told to drop the request, and the gateway has forgotten it."""
     request_id = rig.decode.generates[-1].request_id
     assert await aborted(rig.decode) == await aborted(rig.prefill) == request_id
     await rig.until(lambda: not rig.decode.running and not rig.prefill.running)
@@ -251,7 +250,6 @@ async def test_a_client_that_does_not_read_is_given_up(tokenizer: Tokenizer, mon
             await never.wait()
 
         scope = {"type": "http", "method": "POST", "path": CHAT, "headers": [], "query_string": b""}
-        scope["extensions"] = {WHOLE: lambda: True}  # as the server's own protocol gives
         async with asyncio.timeout(WAIT_S):
             await rig.server.config.loaded_app(scope, receive, send)
         assert rig.sample("regauge_requests_in_flight") == 0
