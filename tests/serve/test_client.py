@@ -80,7 +80,7 @@ async def test_prefill_and_abort(tokenizer: Tokenizer) -> None:
         reply = await client.prefill(body, soon(), {"traceparent": "x"})
         assert (reply.computed_tokens, reply.cached_tokens) == (2, 0)
         assert worker.headers[0]["traceparent"] == "x"
-        assert await client.abort("r") is False
+        assert not (await client.abort("r")).found
         assert worker.aborts.get_nowait() == "r"
 
 

@@ -224,7 +224,7 @@ async def test_an_abort_names_one_request_alone() -> None:
         stand.events, stand.hold = [out(7)], True
         async with aclosing(client.generate(generate(), soon(), {})) as events:
             await anext(events)
-        assert await client.abort("r")
+        assert (await client.abort("r")).found
         rid = await stand.aborts.get()
         assert rid == stand.asked[0]["rid"]
         assert not "r0.".startswith(rid)

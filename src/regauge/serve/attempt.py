@@ -19,7 +19,6 @@ from regauge.engines.local.sampling import SamplingParams
 from regauge.errors import RegaugeError
 from regauge.observe import ERROR, REQUEST_ID, WORKER, get_logger
 from regauge.serve import wire
-from regauge.serve.client import WorkerClient
 from regauge.serve.connection import WorkerLost
 from regauge.serve.failures import SETTLE_S, cause, errors, good, is_symptom
 from regauge.serve.workers import Worker
@@ -180,9 +179,7 @@ class Attempt:
 async def abort(worker: Worker, request_id: str) -> str:
     """Have a worker drop a request, and return its receipt if it has one to give; a worker that cannot be reached is asked for its health."""
     try:
-        if isinstance(worker.client, WorkerClient):
-            return (await worker.client.end(request_id)).receipt
-        await worker.client.abort(request_id)
+        return (await worker.client.abort(request_id)).receipt
     except WorkerLost:
         worker.doubt()
     except RegaugeError as error:

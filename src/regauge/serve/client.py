@@ -53,12 +53,8 @@ class WorkerClient(Connection):
         async with self.call("POST", wire.PREFILL_PATH, deadline, wire.encode(body), headers) as answer:
             return await self.read(answer, wire.Prefilled)
 
-    async def abort(self, request_id: str) -> bool:
+    async def abort(self, request_id: str) -> wire.Aborted:
         """As `Connection.abort`."""
-        return (await self.end(request_id)).found
-
-    async def end(self, request_id: str) -> wire.Aborted:
-        """End a request, and have its receipt. Raises as `abort`."""
         deadline = asyncio.get_running_loop().time() + ABORT_S
         async with self.call("DELETE", f"{wire.REQUESTS_PATH}/{request_id}", deadline) as answer:
             return await self.read(answer, wire.Aborted)

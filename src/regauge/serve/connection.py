@@ -114,8 +114,8 @@ class Connection(abc.ABC):
         """Have a prompt computed and delivered. Raises WorkerError, WorkerLost, RequestTimeout."""
 
     @abc.abstractmethod
-    async def abort(self, request_id: str) -> bool:
-        """End a request and free its pages; return whether the worker had it. Raises WorkerLost, RequestTimeout."""
+    async def abort(self, request_id: str) -> wire.Aborted:
+        """End a request and free its pages; return whether the worker had it, and its receipt if it makes any. Raises WorkerLost, RequestTimeout."""
 
     @abc.abstractmethod
     async def debug(self, limit: int, deadline: float | None) -> WorkerState:

@@ -146,14 +146,14 @@ class SglangClient(EngineClient):
             prefill_seconds=time.monotonic() - started, transfer_seconds=0.0, logprob=first.logprob, top=first.top,
         )  # fmt: skip
 
-    async def abort(self, request_id: str) -> bool:
+    async def abort(self, request_id: str) -> wire.Aborted:
         """As `Connection.abort`. SGLang does not say whether it had the request; this says that it had."""
         deadline = asyncio.get_running_loop().time() + ABORT_S
         body = msgspec.json.encode({"rid": request_id + RID_END})
         async with self.call("POST", ABORT, deadline, body) as answer:
             await self.refusal(answer)
             await self.whole(answer)
-        return True
+        return wire.Aborted(found=True)
 
     async def refusal(self, answer: Exchange) -> None:
         """As `Connection.refusal`."""

@@ -121,10 +121,10 @@ class VllmClient(EngineClient):
             prefill_seconds=time.monotonic() - started, transfer_seconds=0.0, logprob=first.logprob, top=first.top,
         )  # fmt: skip
 
-    async def abort(self, request_id: str) -> bool:
+    async def abort(self, request_id: str) -> wire.Aborted:
         """Nothing: the request's connection has been closed, which ends it."""
         del request_id
-        return False
+        return wire.Aborted(found=False)
 
     async def refusal(self, answer: Exchange) -> None:
         """As `Connection.refusal`."""
