@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -77,12 +78,14 @@ def faults(rig: Rig, reason: str) -> float:
 
 
 async def drip(rig: Rig, client: Raw, data: bytes) -> None:
-    """Send a little at a time, until the server has had enough; round trips of another's between, so many that time is up before a head is full."""
+    """Send a little at a time, until the server has had enough; round trips of another's between, for so long that time is up before a head is full."""
+    pause = RULES.header_s / 100
     try:
         while not client.reader.at_eof():
             client.send(data)
             await client.writer.drain()
-            for _ in range(10):
+            until = time.monotonic() + pause
+            while time.monotonic() < until:
                 await rig.get("/health")
     except ConnectionError:
         pass
