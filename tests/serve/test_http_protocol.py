@@ -79,7 +79,7 @@ def faults(rig: Rig, reason: str) -> float:
 
 async def drip(rig: Rig, client: Raw, data: bytes) -> None:
     """Send a little at a time, until the server has had enough; round trips of another's between, for so long that time is up before a head is full."""
-    pause = RULES.header_s / 100
+    pause = RULES.header_s / 20
     try:
         while not client.reader.at_eof():
             client.send(data)
