@@ -6,6 +6,8 @@ import gzip
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from trace_cases import DATA, check, lines
 
 from regauge.errors import ConfigError
@@ -169,3 +171,21 @@ def test_lines_and_files_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyP
     path.write_bytes(gzip.compress(b"{}")[:-4])
     with pytest.raises(ConfigError, match="ended before the end-of-stream"):
         read(path)
+
+
+@given(st.sampled_from(sorted(DATA.glob("*.*l")) + sorted(DATA.glob("*.csv"))), st.data())
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_broken_files_are_refused_or_read_and_nothing_else(tmp_path: Path, source: Path, data: st.DataObject) -> None:
+    raw = bytearray(source.read_bytes()[:3_000])
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, len(raw)))
+        raw[at : at + data.draw(st.integers(0, 3))] = data.draw(
+            st.binary(max_size=3)
+            | st.sampled_from([b"-", b"1e999", b"9" * 400, b"null", b"[", b"\n", b"NaN", b'"', b","])
+        )
+    path = tmp_path / "broken"
+    path.write_bytes(bytes(raw))
+    try:
+        check(read(path).arrivals)
+    except ConfigError as error:
+        assert str(error).startswith(str(path))  # noqa: PT017

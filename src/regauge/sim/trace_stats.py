@@ -119,6 +119,8 @@ def tick(times: Sequence[float]) -> float:
     for candidate in sorted({median, low, 1.0}, reverse=True):
         if candidate < 0.05:
             continue
+        few = gaps[gaps < 4.5 * candidate]
+        candidate = float(few.sum() / np.maximum(1, np.rint(few / candidate)).sum())
         ticks = gaps / candidate
         whole = np.maximum(1, np.rint(ticks))
         if np.mean((np.abs(ticks - whole) < np.maximum(0.002 * whole, 0.0015 / candidate)) & (whole <= 100)) >= 0.95:
