@@ -144,7 +144,13 @@ _NEEDED: Mapping[type, tuple[str, ...]] = {
     ModelSize: ("name", "total_b", "active_b"),
     Currency: ("name", "per_usd"),
 }
-_KINDS: Mapping[str, str] = {"accelerators": "accelerator", "nics": "NIC", "switches": "switch", "models": "model", "currencies": "currency"}
+_KINDS: Mapping[str, str] = {
+    "accelerators": "accelerator",
+    "nics": "NIC",
+    "switches": "switch",
+    "models": "model",
+    "currencies": "currency",
+}
 _WHOLE = ("cards", "nics", "ports")
 _PRICES = ("price", "server_price")
 
@@ -221,7 +227,9 @@ def _check(figure: Figure, field: str, where: str) -> None:
     if field == "share" and high > 1.0:
         raise ConfigError(f"{where}: a share is at most 1")
     if (field in _PRICES) != bool(figure.currency):
-        raise ConfigError(f"{where}: " + ("a price needs its currency" if field in _PRICES else "only prices have one: currency"))
+        raise ConfigError(
+            f"{where}: " + ("a price needs its currency" if field in _PRICES else "only prices have one: currency")
+        )
 
 
 def _over(below: Catalogue, above: Catalogue) -> Catalogue:
