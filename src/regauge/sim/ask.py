@@ -28,6 +28,8 @@ MEMORY = Interval(0.45, 0.60, 0.80)
 """Part of the memory bandwidth that a decode step reaches."""
 SPANNING = Interval(0.70, 0.90, 1.00)
 """What a further server adds to an instance that spans servers, over what the first does."""
+NETWORK_MOST = exactly(0.80)
+"""Mean load of the payload rate up to which a network is planned: transfers take 5 times as long there as alone."""
 RESERVE = 0.10
 """Part of a card's memory for activations, graphs, the runtime and fragments."""
 
@@ -49,6 +51,7 @@ ASSUMED: Mapping[str, Assumed] = {
     ),
     "memory": Assumed("part of the memory bandwidth that a decode step reaches", MEMORY, "assumed, no source"),
     "spanning": Assumed("what a further server adds to an instance that spans servers", SPANNING, "assumed, no source"),
+    "network": Assumed("mean load up to which NICs are planned", NETWORK_MOST, "assumed: processor sharing is at 5 times alone there"),
     "reserve": Assumed(
         "part of a card's memory that is neither weights nor KV", exactly(RESERVE),
         "vLLM's gpu_memory_utilization leaves 0.1 by default",
@@ -117,6 +120,8 @@ class Ask:
     active_b: float = 0.0
     chunk_tokens: int = 8192
     """Tokens of a prefill step: the last one's KV crosses when prefill is done."""
+    sure: bool = False
+    """Whether servers are counted at the pessimistic end of every constant, not at the likeliest."""
     delta: bool = False
     """Whether decode keeps what it has of a prompt's beginning, so that only the uncached part crosses."""
     points: tuple[Point, ...] = ()

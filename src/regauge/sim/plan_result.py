@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from regauge.sim.ask import Ask, Assumed, Side
-from regauge.sim.model import Interval
+from regauge.sim.model import Efficiency, Interval
 
 ENDLESS = 1e9
 """Seconds that stand for a queue that grows without end."""
@@ -202,6 +202,8 @@ class Plan:
     idle: str
     """Which pool has room, and how much."""
     assumed: tuple[Assumed, ...]
+    fit: Efficiency | None
+    """Of prefill's efficiency to the given rates."""
     what_if: tuple[WhatIf, ...]
 
     @property
