@@ -12,6 +12,7 @@ from decimal import Decimal
 from pathlib import Path
 
 from regauge.sim import plan_charts
+from regauge.sim.article_plan import Planned, questions
 from regauge.sim.claims import Candidate, Claim, Findings, context_of, hit_at, question
 from regauge.sim.costs import Bought
 from regauge.sim.devices import Catalogue, shipped
@@ -69,6 +70,8 @@ class Article:
     """Fitted efficiency at 90 % cached of cards cooled by air."""
     context: float
     """Tokens of a prompt that the mixed rate amounts to."""
+    planned: tuple[Planned, ...]
+    """What the planner says of these servers."""
 
     @property
     def likeliest(self) -> Candidate:
@@ -98,6 +101,7 @@ def article(catalogue: Catalogue | None = None, *, decode: str = DECODE, models:
     return Article(
         known, found, tuple(question(c, known, [LIKELIEST]) for c in others), price, money, tuple(implied),
         fit_efficiency(work, cached, found.peak.low).fitted.value, context_of(MIXED, POINTS),
+        questions(claim, known, LIKELIEST, float(HIT)),
     )  # fmt: skip
 
 

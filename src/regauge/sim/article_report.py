@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from decimal import Decimal
+from pathlib import Path
 
+from regauge.errors import ConfigError
+from regauge.sim import article_plan
 from regauge.sim.article import (
     HIT,
     MIXED,
@@ -12,6 +15,7 @@ from regauge.sim.article import (
     RATE,
     STATED,
     Article,
+    draw,
     iso_line,
     pairs,
     server_revenue,
@@ -29,7 +33,7 @@ def markdown(found: Article, command: str = "regauge plan article --markdown doc
     """Return the report; ends in a line feed."""
     out = ["# The published deployment, questioned", "", f"Made by `{command}`. {LABEL}", ""]
     for head, lines in (
-        ("In short", _short(found)),
+        ("In short", [f"* {line}" for line in short(found)]),
         ("What is claimed", _claimed(found)),
         ("What is assumed here", _assumed(found)),
         ("Which model", _models(found)),
@@ -37,6 +41,7 @@ def markdown(found: Article, command: str = "regauge plan article --markdown doc
         ("Weights", _weights(found)),
         ("KV on the network", _network(found)),
         ("KV in decode's memory", _memory(found)),
+        ("What the planner says of it", article_plan.section(found.planned, POINTS)),
         ("Ports", _ports(found)),
         ("Revenue", _revenue(found)),
         ("Cost", _cost(found)),
@@ -49,10 +54,20 @@ def markdown(found: Article, command: str = "regauge plan article --markdown doc
     return "\n".join(out)
 
 
+def write(found: Article, path: Path) -> list[Path]:
+    """Write the report, and its pictures beside it; return all paths. Raises ConfigError for what cannot be written or drawn."""
+    try:
+        path.write_text(markdown(found), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written: {error.strerror}") from error
+    return [path, *draw(found, path.parent)]
+
+
 # -- sections ----------------------------------------------------------------------------------------------------------
 
 
-def _short(found: Article) -> list[str]:
+def short(found: Article) -> list[str]:
+    """Return what matters most, a line each."""
     best, claim = found.likeliest, found.findings.claim
     fp8, room = best.layouts[0].traffic[0], dict(best.room)["FP8"]
     price = found.price
@@ -72,7 +87,7 @@ def _short(found: Article) -> list[str]:
         f"{interval(bearable(fp8, room), '.0%')} of the rate" + (". **It binds before the network.**" if bearable(fp8, room).value < 1.0 > fp8.line_load else "."),
         f"Ports: {found.findings.ports} of {found.findings.ports_of}, with {claim.nics} NICs a server.",
     ]  # fmt: skip
-    return [f"* {line}" for line in lines]
+    return lines
 
 
 def _short_fit(found: Article) -> list[str]:
@@ -283,7 +298,7 @@ def _memory(found: Article) -> list[str]:
         "",
         (
             f"With the first of these, a prefill server's part of the {server_revenue(found):,.0f} CNY is {server_revenue(found) * part:,.0f}. This is "
-            "memory alone: whether decode also computes that fast is the planner's question (`regauge plan`)."
+            "memory alone."
         ),
     ]
 

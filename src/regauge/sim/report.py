@@ -22,30 +22,30 @@ LABEL = "Modelled: arithmetic on the figures named below. Nothing here was measu
 
 def plan(found: Plan, money: Money | None = None, pictures: Sequence[tuple[str, Path]] = ()) -> str:
     """Return the report of a plan; `pictures`: captions and files, linked by name. Ends in a line feed."""
-    ask, mix = found.ask, found.mix
-    out = [f"# Plan: {ask.model}, {found.prefill.name} to {found.decode.name}", "", LABEL, ""]
-    out += ["## Answer", "", *_answer(found), ""]
-    out += ["## Asked", "", *table(("what", "value"), _asked(found)), ""]
-    out += ["## Servers", "", *_pools(found), ""]
-    for pool in (found.prefill, found.decode):
-        out += [f"### What binds {pool.side}", "", *_needs(pool), "", *_memory(pool), ""]
-    out += ["## Network", "", *_network(found), ""]
-    out += ["## Times", "", *_times(found), ""]
-    out += ["## Which prompts to prefill where", "", *_offload(found), ""]
-    if found.what_if:
-        out += ["## What if", "", *_what_if(found), ""]
-    if money is not None:
-        out += ["## Money", "", *earnings(money), "", *spendings(money), ""]
-    for caption, path in pictures:
-        out += [f"![{caption}]({path.name})", ""]
-    out += [
-        "## Assumed",
-        "",
-        *table(("what", "value", "source"), [(a.what, interval(a.value, "g"), a.source) for a in found.assumed]),
-        "",
+    ask = found.ask
+    devices = dict.fromkeys((found.prefill.device, found.decode.device))
+    assumed = [(a.what, interval(a.value, "g"), a.source) for a in found.assumed]
+    sections = [
+        ("## Answer", _answer(found)),
+        ("## Asked", table(("what", "value"), _asked(found))),
+        ("## Servers", _pools(found)),
+        *(
+            (f"### What binds {pool.side}", [*_needs(pool), "", *_memory(pool)])
+            for pool in (found.prefill, found.decode)
+        ),
+        ("## Network", _network(found)),
+        ("## Times", _times(found)),
+        ("## Which prompts to prefill where", _offload(found)),
+        ("## What if", _what_if(found) if found.what_if else []),
+        ("## Money", [*earnings(money), "", *spendings(money)] if money is not None else []),
+        ("## Pictures", [f"![{caption}]({path.name})" for caption, path in pictures]),
+        ("## Fit to the given rates", _fit(found)),
+        ("## Assumed", table(("what", "value", "source"), assumed)),
+        ("## Figures of the devices", figures(ask.catalogue, devices, ask.model)),
     ]
-    keys = dict.fromkeys((found.prefill.device, found.decode.device))
-    out += ["## Figures of the devices", "", *figures(ask.catalogue, keys, mix.name), ""]
+    out = [f"# Plan: {ask.model}, {found.prefill.name} to {found.decode.name}", "", LABEL, ""]
+    for head, lines in sections:
+        out += [head, "", *lines, ""] if lines else []
     return "\n".join(out)
 
 
@@ -103,11 +103,14 @@ def spendings(money: Money) -> list[str]:
             ],
         ),
         "",
-        f"It breaks even at {interval(even.utilisation, '.1%')} of that rate; or, at full load, at "
-        f"{' / '.join(f'{p:.3f}' for p in even.prices)} {unit} per million uncached input tokens (for the lowest, likeliest, highest cost), "
-        + _even_hits(money),
+        f"It breaks even at {interval(even.utilisation, '.1%')} of that rate; or, at full load, at {_even_prices(money)} {unit} per million "
+        "uncached input tokens (for the lowest, likeliest, highest cost), " + _even_hits(money),
     ]
     return out
+
+
+def _even_prices(money: Money) -> str:
+    return " / ".join(f"{p:.3f}" if p > 0 else "0 (output alone pays for it)" for p in money.even.prices)
 
 
 def _even_hits(money: Money) -> str:
@@ -126,7 +129,8 @@ def _answer(found: Plan) -> list[str]:
     verdict = "meets what is asked" if found.fits else "**does not meet what is asked**"
     out = [
         f"{prefill.servers} prefill and {decode.servers} decode servers: {verdict}. Prefill is bound by {prefill.binds}, decode by "
-        f"{decode.binds}. The work asks for {found.ratio:.2f} prefill servers per decode server. {found.idle}".rstrip(),
+        f"{decode.binds}. The work asks for {found.ratio:.2f} prefill servers per decode server."
+        + (f" {found.idle[0].upper()}{found.idle[1:]}." if found.idle else ""),
         "",
         (
             f"Goodput at the asked rate: {interval(found.goodput, '.2f')} requests/s within both limits of {found.mix.rate:g}; these servers "
@@ -241,6 +245,23 @@ def _what_if(found: Plan) -> list[str]:
         for w in found.what_if
     ]  # fmt: skip
     return table(("change", "servers", "TTFT, s", "TPOT, ms", "most requests/s", "note"), rows)
+
+
+def _fit(found: Plan) -> list[str]:
+    if found.fit is None:
+        return []
+    rows = [
+        (
+            f"{p.tokens:,}",
+            f"{p.tokens_per_s:,.1f}",
+            f"{p.hit:.0%}",
+            f"{at:.3f}" + (" (over the peak)" if at > 1.0 else ""),
+            f"{r:+.0%}",
+        )
+        for p, at, r in zip(found.ask.points, found.fit.at, found.fit.residuals, strict=True)
+    ]
+    head = ("prompt", "tokens/s of a prefill server", "cached", "efficiency that it asks for", "missed by")
+    return [f"One efficiency for all: {interval(found.fit.fitted, '.3f')}.", "", *table(head, rows)]
 
 
 # -- figures -----------------------------------------------------------------------------------------------------------
