@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
+import matplotlib
 import pytest
 
 from regauge.errors import ConfigError
@@ -31,14 +32,12 @@ def test_its_pictures_are_there_and_linked(name: str) -> None:
     assert (DOCS / name).read_text().startswith("<?xml")
 
 
-def test_pictures_are_the_same_bytes_twice(tmp_path: Path) -> None:
-    folders = [tmp_path / name for name in ("one", "other")]
-    for folder in folders:
-        folder.mkdir()
-        draw(found(), folder)
-    for name, _ in PICTURES:
-        one, other = ((folder / name).read_bytes() for folder in folders)
-        assert one == other
+def test_the_checked_in_pictures_are_what_is_drawn(tmp_path: Path) -> None:
+    for path in draw(found(), tmp_path):
+        drawn, there = path.read_text(), (DOCS / path.name).read_text()
+        if f"Matplotlib v{matplotlib.__version__}," not in there:
+            pytest.skip("drawn by another release of matplotlib: text lies elsewhere")
+        assert drawn == there
 
 
 def test_the_revenue_is_of_one_server_to_the_yuan() -> None:
