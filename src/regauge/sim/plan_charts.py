@@ -122,77 +122,73 @@ def efficiencies(path: Path, found: Findings) -> None:
 
 def loads(path: Path, plan: Plan) -> None:
     """Draw what each constraint asks for in servers, on both sides, with its range. Raises ConfigError as `_saved`."""
-    rows = [
-        (f"{pool.side}: {need.what}", need, pool.servers) for pool in (plan.prefill, plan.decode) for need in pool.needs
-    ]
-    with _saved(path, (7.2, 0.4 * len(rows) + 1.5)) as figure:
+    rows = [(pool, need) for pool in (plan.prefill, plan.decode) for need in pool.needs]
+    most = 2.0 * max(max(min(need.exact, need.servers.value), pool.servers) for pool, need in rows)
+    with _saved(path, (7.2, 0.36 * len(rows) + 1.7)) as figure:
         axes = figure.subplots()
-        for place, (_, need, servers) in enumerate(rows):
-            over = need.exact > servers
+        axes.grid(visible=False, axis="y")
+        seen: set[str] = set()
+
+        def once(label: str) -> str | None:
+            if label in seen:
+                return None
+            seen.add(label)
+            return label
+
+        for place, (pool, need) in enumerate(rows):
+            asked, over = min(need.exact, most), need.exact > pool.servers
             axes.barh(
-                place,
-                need.exact,
-                color=RED if over else BLUE,
-                height=0.6,
-                hatch="//" if over else None,
-                edgecolor="white",
-            )
-            axes.plot([need.servers.low, need.servers.high], [place, place], color="#222222", linewidth=1.2)
-            axes.plot([servers, servers], [place - 0.4, place + 0.4], color="#222222", linewidth=2.2)
+                place, asked, color=RED if over else BLUE, height=0.6, hatch="//" if over else None, edgecolor="white",
+                label=once("more than there are" if over else "asked for"),
+            )  # fmt: skip
+            ends = [min(x, most) for x in (need.servers.low, need.servers.high)]
+            axes.plot(ends, [place, place], color="#222222", linewidth=1.2, label=once("range, whole instances"))
+            there = [pool.servers, pool.servers]
+            axes.plot(there, [place - 0.4, place + 0.4], color="#222222", linewidth=2.4, label=once("servers there"))
         axes.set_ylim(len(rows) - 0.4, -0.6)
-        axes.set_yticks(range(len(rows)), [label for label, _, _ in rows])
-        axes.set_xlabel(
-            "servers that it asks for; thick mark: servers there, thin line: range; hatched: more than there are"
-        )
-        axes.set_title(f"Modelled: {plan.ask.model}, what binds", loc="left", fontsize=10)
+        axes.set_xlim(left=0.0)
+        axes.set_yticks(range(len(rows)), [f"{pool.side}: {need.what}" for pool, need in rows])
+        axes.set_xlabel("servers")
+        axes.set_title(f"Modelled: {plan.ask.model}, what each constraint asks for", loc="left", fontsize=10)
+        figure.legend(loc="outside lower center", ncols=4, fontsize=8)
 
 
 def what_if(path: Path, plan: Plan) -> None:
-    """Draw how many servers each change of the plan asks for. Raises ConfigError as `_saved`."""
-    rows = [("as planned", plan.prefill.servers, plan.decode.servers)] + [
-        (w.change, w.prefill, w.decode) for w in plan.what_if
-    ]
-    with _saved(path, (7.2, 0.36 * len(rows) + 1.7)) as figure:
-        axes = figure.subplots()
-        for place, (_, prefill, decode) in enumerate(rows):
+    """Draw servers, and the rate that they bear, as planned and with one thing changed. Raises ConfigError as `_saved`."""
+    rows = [("as planned", plan.prefill.servers, plan.decode.servers, plan.most.value, plan.fits)]
+    rows += [(w.change, w.prefill, w.decode, w.most, w.note.startswith("fits")) for w in plan.what_if]
+    with _saved(path, (8.4, 0.34 * len(rows) + 1.8)) as figure:
+        servers, rate = figure.subplots(1, 2, sharey=True, width_ratios=(1, 1))
+        for axes in (servers, rate):
+            axes.grid(visible=False, axis="y")
+        for place, (_, prefill, decode, most, fits) in enumerate(rows):
             if not prefill and not decode:
-                axes.annotate(
-                    "cannot be",
-                    (0, place),
-                    xytext=(4, 0),
-                    textcoords="offset points",
-                    va="center",
-                    fontsize=8,
-                    color=RED,
-                )
+                for axes in (servers, rate):
+                    _beside(axes, 0.0, place, "cannot be")
                 continue
-            axes.barh(
-                place, prefill, color=BLUE, height=0.65, edgecolor="white", label="prefill" if not place else None
+            first = not place
+            servers.barh(place, prefill, color=BLUE, height=0.65, edgecolor="white", label="prefill" if first else None)
+            servers.barh(
+                place, decode, left=prefill, color=ORANGE, height=0.65, hatch="..", edgecolor="white",
+                label="decode" if first else None,
+            )  # fmt: skip
+            _beside(servers, prefill + decode, place, f"{prefill} + {decode}")
+            rate.barh(
+                place, most, color=GREEN if fits else RED, height=0.65, hatch=None if fits else "//", edgecolor="white"
             )
-            axes.barh(
-                place,
-                decode,
-                left=prefill,
-                color=ORANGE,
-                height=0.65,
-                hatch="..",
-                edgecolor="white",
-                label="decode" if not place else None,
-            )
-            axes.annotate(
-                f"{prefill} + {decode}",
-                (prefill + decode, place),
-                xytext=(4, 0),
-                textcoords="offset points",
-                va="center",
-                fontsize=8,
-            )
-        axes.set_ylim(len(rows) - 0.4, -0.6)
-        axes.set_yticks(range(len(rows)), [label for label, _, _ in rows])
-        axes.margins(x=0.12)
-        axes.set_xlabel("servers, prefill + decode")
-        axes.set_title(f"Modelled: {plan.ask.model}, one thing changed at a time", loc="left", fontsize=10)
-        axes.legend(loc="lower right", fontsize=8)
+            _beside(rate, most, place, f"{most:.3g}" + ("" if fits else ", not met"))
+        rate.axvline(plan.mix.rate, color="#222222", linewidth=1.2, linestyle=(0, (4, 2)), label="asked for")
+        servers.set_ylim(len(rows) - 0.4, -0.6)
+        servers.set_yticks(range(len(rows)), [row[0] for row in rows])
+        for axes, label in ((servers, "servers"), (rate, "requests/s that these servers bear")):
+            axes.set_xlim(0.0, axes.get_xlim()[1] * 1.25)
+            axes.set_xlabel(label)
+        figure.suptitle(f"Modelled: {plan.ask.model}, one thing changed at a time", fontsize=10)
+        figure.legend(loc="outside lower center", ncols=3, fontsize=8)
+
+
+def _beside(axes: Any, x: float, place: int, text: str) -> None:
+    axes.annotate(text, (x, place), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8)
 
 
 def _round_levels(most: float) -> list[float]:
