@@ -34,7 +34,7 @@ def test_all_requests_end_and_nothing_stays_booked(policy: PolicyName) -> None:
     for task in result.tasks:
         assert 0 <= task.cached < task.tokens
         assert task.arrived <= task.began <= task.prefilled <= task.first <= task.ended
-    sent = sum(fleet.network.carried[name] for name in fleet.decodes)
+    sent = sum(fleet.network.carried(name) for name in fleet.decodes)
     assert sent == pytest.approx(sum(task.tokens for task in result.tasks) * SMALL.bytes_per_token, rel=1e-6)
     router = fleet.router
     assert router.booked == 0

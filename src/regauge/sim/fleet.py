@@ -121,7 +121,7 @@ class Fleet:
             len(self.refusals),
             seconds,
             sum(each.busy_s for each in self.prefills.values()) / len(self.prefills) / seconds,
-            sum(self.network.carried[name] for name in self.decodes)
+            sum(self.network.carried(name) for name in self.decodes)
             / len(self.decodes)
             / seconds
             / self.cluster.decode_nic,
@@ -164,7 +164,7 @@ class Fleet:
             router.report(name, Load(prefill.queued_tokens(), prefill_tokens_per_s=speed, cache_seq=prefill.seq), now)
         for name, decode in self.decodes.items():
             router.report(name, decode.load(), now)
-            backlog = int(self.network.rest(name))
+            backlog = int(self.network.backlog(name))
             self._seats_most = max(self._seats_most, decode.seats)
             for sender in self.prefills:
                 rate = self._rate(sender, name) if self.knowledge.links else 0.0
