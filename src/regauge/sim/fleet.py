@@ -47,7 +47,9 @@ class Fleet:
         self.clock = Clock()
         self.router = Router(config, seed)
         self.network = Network(self.clock, cluster.all_ports())
-        self.transfers: Transfers = carrier(cluster, self.clock, self.network, self._landed, self._refused)
+        self.transfers: Transfers = carrier(
+            cluster, self.clock, self.network, self._landed, self._refused, config.ttft_s
+        )
         self.prefills = {f"p{i}": self._prefill(i) for i in range(cluster.prefills)}
         self.decodes = {f"d{i}": self._decode(i) for i in range(cluster.decodes)}
         wrong.check(faults, {*self.prefills, *self.decodes}, set(self.network.ports))
@@ -58,6 +60,9 @@ class Fleet:
         self._waits: dict[int, tuple[Task, Wait]] = {}
         """Requests that wait for a worker, by number."""
         self._wrong: dict[tuple[str, str], list[Fault]] = {}
+        self._told_by: dict[str, Link] = {}
+        """A link of each decode worker, by which its NICs' state is told."""
+        self._backlogs: dict[str, int] = {}
         self._thinking = 0
         self._following: dict[int, list[tuple[int, Arrival]]] = {}
         self._next: Iterator[tuple[int, Arrival]] = iter(())
@@ -135,7 +140,8 @@ class Fleet:
             self.router.join(self._worker(name), 0.0)
         for name in self.decodes:
             for sender in self.prefills:
-                self.router.link(self._link(sender, name, 0), 0.0)
+                link = self._told_by[name] = self._link(sender, name)
+                self.router.link(link, 0.0)
 
     def _worker(self, name: str) -> Worker:
         if name in self.prefills:
@@ -145,15 +151,15 @@ class Fleet:
         worker = Worker(name, decode=True, slots=model.slots, computes=model.computer is not None)
         return worker if model.computer is None else _computing(worker, model.computer, 1.0)
 
-    def _link(self, prefill: str, decode: str, backlog: int) -> Link:
+    def _link(self, prefill: str, decode: str) -> Link:
         """Return a pair's link: what it is measured to give one transfer, and the NICs of decode all of them."""
         cluster = self.cluster
         if not self.knowledge.links:
-            return Link(prefill, decode, "DIRECT", cluster.bytes_per_token, 0.0, 0.0, backlog)
+            return Link(prefill, decode, "DIRECT", cluster.bytes_per_token, 0.0, 0.0)
         between = cluster.between(int(prefill[1:]), 0, int(decode[1:]), 0, 0)
         rate = min(cluster.prefill_nic, cluster.decode_nic, *(self.network.ports[port] for port in between))
         nic = cluster.decode_nic * cluster.decode_nics
-        return Link(prefill, decode, "DIRECT", cluster.bytes_per_token, rate, nic, backlog)
+        return Link(prefill, decode, "DIRECT", cluster.bytes_per_token, rate, nic)
 
     # What the router is told
 
@@ -168,20 +174,27 @@ class Fleet:
                 self._cache_events(prefill)
                 router.report(prefill.name, prefill.load(), now)
                 prefill.changed = False
-        sender = next(iter(self.prefills))
         for decode in self.decodes.values():
-            if decode.up and (all_of_them or decode.changed or decode.seats):
+            if not decode.up:
+                continue
+            if all_of_them or decode.changed:
                 if decode.computer is not None:
                     self._cache_events(decode.computer)
                 router.report(decode.name, decode.load(), now)
                 self._seats_most = max(self._seats_most, decode.seats)
-                # The state of a NIC is the same by whichever of its links it is told.
-                router.link(self._link(sender, decode.name, self.transfers.backlog(decode)), now)
                 decode.changed = False
+            self._nic_report(decode)
         if self._watch is not None:
             self._watch(self)
         if self._arriving or self._tasks or self._waits or self._thinking:
             self.clock.call(now + self.cluster.report_s, self._report, None)
+
+    def _nic_report(self, decode: Decode) -> None:
+        """Tell what is in front of a decode worker's NICs, once for all of its links: it is the same by whichever it is told."""
+        backlog = self.transfers.backlog(decode)
+        if backlog or self._backlogs.get(decode.name, 0):
+            self._backlogs[decode.name] = backlog
+            self.router.link(replace(self._told_by[decode.name], backlog_bytes=backlog), self.clock.now)
 
     def _cache_events(self, prefill: Prefill) -> None:
         if prefill.events:
