@@ -66,6 +66,9 @@ class Fleet:
         self._thinking = 0
         self._following: dict[int, list[tuple[int, Arrival]]] = {}
         self._next: Iterator[tuple[int, Arrival]] = iter(())
+        self._pending: set[int] = set()
+        """Of those that were taken from the trace, those that are not over."""
+        self._pulled_at = 0.0
         self._arriving = False
         self._reports = 0
         self._seats_most = self._warm = self._ends = 0
@@ -84,11 +87,11 @@ class Fleet:
     ) -> Result:
         """Serve the arrivals, ascending in `at`; the log has those after the first `warm`.
 
-        `progress` is told now and then how many requests are over, `watch` called at every report. Arrivals are pulled as their time comes, unless
-        they are a sequence in which some come after others.
+        `progress` is told now and then how many requests are over, `watch` called at every report. Arrivals are taken as their time comes, so
+        they need not all be in memory. Raises ConfigError for arrivals out of order.
         """
         self._warm, self._progress, self._watch = warm, progress, watch
-        self._next = self._open_loop(arrivals)
+        self._next = iter(enumerate(arrivals))
         self._arriving = True
         for fault in self._faults:
             self.clock.call(fault.at, self._fault, fault)
@@ -204,29 +207,27 @@ class Fleet:
 
     # Arrivals
 
-    def _open_loop(self, arrivals: Iterable[Arrival]) -> Iterator[tuple[int, Arrival]]:
-        """Give those that come at a time of their own, with their numbers; keep the others for when their turn comes."""
-        if isinstance(arrivals, Sequence):
-            for number, arrival in enumerate(arrivals):
-                if arrival.after >= 0:
-                    if arrival.after >= number:
-                        raise ConfigError(f"arrival {number} comes after {arrival.after}, which is no earlier one")
-                    self._following.setdefault(arrival.after, []).append((number, arrival))
-        last = 0.0
-        for number, arrival in enumerate(arrivals):
-            if arrival.after < 0:
-                if not last <= arrival.at < inf:
-                    raise ConfigError(f"arrival {number} at {arrival.at} s: times ascend from 0, and {last} was before")
-                last = arrival.at
-                yield number, arrival
-            elif not isinstance(arrivals, Sequence):
-                raise ConfigError(f"arrival {number} comes after another one: give the arrivals as a sequence")
-
     def _pull(self) -> None:
-        following = next(self._next, None)
-        self._arriving = following is not None
-        if following is not None:
-            self.clock.call(following[1].at, self._come, following)
+        """Take arrivals up to the next that comes at a time of its own; those that wait for another's end are kept until then."""
+        for number, arrival in self._next:
+            if arrival.after < 0:
+                if not self._pulled_at <= arrival.at < inf:
+                    raise ConfigError(
+                        f"arrival {number} is at {arrival.at} s, behind one at {self._pulled_at}: times ascend from 0"
+                    )
+                self._pulled_at = arrival.at
+                self._pending.add(number)
+                self.clock.call(arrival.at, self._come, (number, arrival))
+                return
+            if arrival.after >= number:
+                raise ConfigError(f"arrival {number} comes after {arrival.after}, which is no earlier one")
+            self._thinking += 1
+            if arrival.after in self._pending:
+                self._following.setdefault(arrival.after, []).append((number, arrival))
+            else:
+                self.clock.call(self.clock.now + arrival.think_s, self._answered, (number, arrival))
+            self._pending.add(number)
+        self._arriving = False
 
     def _come(self, numbered: tuple[int, Arrival]) -> None:
         self._arrive(*numbered)
@@ -300,8 +301,8 @@ class Fleet:
         self._ends += 1
         if self._progress is not None and not self._ends % PROGRESS:
             self._progress(self._ends)
+        self._pending.discard(number)
         for following in self._following.pop(number, ()):
-            self._thinking += 1
             self.clock.call(now + following[1].think_s, self._answered, following)
         if number < self._warm:
             return

@@ -90,7 +90,6 @@ class Controlled:
         sender.offer(task.id, decode.name, nbytes, nic)
         deadline = None if self._ttft_s is None else task.at + self._ttft_s
         self._do(
-            decode.name,
             self.receivers[decode.name].arrive(Demand(task.id, prefill.name, nbytes, deadline=deadline), now),
         )
         if decode.name not in self._ticking:
