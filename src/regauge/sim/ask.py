@@ -148,13 +148,19 @@ class Ask:
 T = TypeVar("T")
 
 
-def known(table: Mapping[str, T], key: str, what: str) -> T:
-    """Return an entry. Raises ConfigError that names the nearest one, or all."""
+def known(
+    table: Mapping[str, T],
+    key: str,
+    what: str,
+    where: str = "the catalogue",
+    own: str = "--catalogue FILE adds your own",
+) -> T:
+    """Return an entry. Raises ConfigError that names the nearest one, or all, and says how to add one."""
     if key in table:
         return table[key]
     near = difflib.get_close_matches(key, table, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(table))}"
-    raise ConfigError(f"{what}: no {key!r} in the catalogue; {hint} --catalogue FILE adds your own")
+    hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(table))};"
+    raise ConfigError(f"{what}: no {key!r} in {where}; {hint} {own}")
 
 
 def _check_pool(pool: Pool, name: str, catalogue: Catalogue) -> None:

@@ -30,14 +30,12 @@ def problems(ask: Ask, state: State, prefill: PoolPlan, decode: PoolPlan, networ
     """Return what is not met at the constants that servers are counted by."""
     found = []
     for pool in (prefill, decode):
-        for need in pool.needs:
-            asked = need.servers.high if ask.sure else need.servers.value
-            if asked >= ENDLESS:
-                found.append(f"{pool.side}: no number of servers meets {need.what}: {_never(state, need.what)}")
-            elif asked > pool.servers:
-                found.append(
-                    f"{pool.side}: {need.what} asks for {asked:.0f} servers of {pool.name}, {pool.servers} are there"
-                )
+        asked = {need.what: need.servers.high if ask.sure else need.servers.value for need in pool.needs}
+        never = [what for what, servers in asked.items() if servers >= ENDLESS]
+        found += [f"{pool.side}: no number of servers meets {what}: {_never(state, what)}" for what in never]
+        what, most = max(((w, n) for w, n in asked.items() if n < ENDLESS), key=lambda pair: pair[1])
+        if most > pool.servers:
+            found.append(f"{pool.side}: {what} asks for {most:.0f} servers of {pool.name}, {pool.servers} are there")
     if network.ports > network.ports_of:
         found.append(f"network: {network.ports} NICs need a port each, {network.switch} has {network.ports_of}")
     return tuple(found)

@@ -17,11 +17,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from regauge.errors import ConfigError
-from regauge.sim.trace import Arrival
+from regauge.sim.trace import Arrival, Trace, spread
 
 Floats = NDArray[np.float64]
 MAX_TOKENS = 1 << 24
 _BINS_PROMPT, _BINS_OUTPUT, _Z = 64, 16, 4.0
+_WHOLE = 2048
+"""Requests of a trace that are kept as they are; more are merged into cells."""
+_FRESH, _LONG, _ANSWERS = 64, 8, 4
 _Z99 = NormalDist().inv_cdf(0.99)
 
 
@@ -104,32 +107,48 @@ def of_lengths(
     return Workload(name, prompts, prompts * hit, outputs, weights, rate, arrival_cv2)
 
 
-def of_arrivals(
-    name: str, arrivals: Sequence[Arrival], block: int, *, rate: float | None = None, hit: float | None = None,
-    cache_tokens: float = inf,
-) -> Workload:  # fmt: skip
-    """Return the workload of a trace. Raises ConfigError for a trace of one request without a rate, and for nonsense.
+def of_trace(
+    trace: Trace, *, rate: float | None = None, hit: float | None = None, cache_tokens: float = inf, seed: int = 0
+) -> Workload:
+    """Return the workload of a trace. Raises ConfigError where the trace does not say what is needed, and for nonsense.
 
-    `rate`: requests per second in place of the trace's own. `hit`: a share that is cached in place of what the trace's blocks
-    say; those are counted with one cache of `cache_tokens`, least recently used blocks leaving first.
+    `rate`: requests per second in place of the trace's own; sessions in closed loops have none. `hit`: a share that is cached, in place
+    of what the trace's blocks say; those are counted with one cache of `cache_tokens`, least recently used blocks leaving first. Arrivals
+    that are rounded to ticks are spread over them by `seed`.
     """
+    arrivals: Sequence[Arrival] = trace.arrivals
     if not arrivals:
-        raise ConfigError(f"{name}: no requests")
+        raise ConfigError(f"{trace.name}: no requests")
+    if cache_tokens <= 0.0:
+        raise ConfigError(f"cache of {cache_tokens:g} tokens: give a positive number")
+    if trace.tick_s:
+        arrivals = spread(arrivals, seed, trace.tick_s)
     prompt = np.array([a.tokens for a in arrivals], float)
     if hit is not None:
         cached = prompt * _share(hit)
+    elif trace.block:
+        cached = np.minimum(np.array(cached_tokens(arrivals, trace.block, cache_tokens), float), prompt - 1.0)
     else:
-        cached = np.minimum(np.array(cached_tokens(arrivals, block, cache_tokens), float), prompt)
+        raise ConfigError(f"{trace.name}: says nothing of reuse: give the cached share as --hit, 0 for none")
+    own, cv2 = _pace(trace, arrivals)
+    if rate is None and own is None:
+        raise ConfigError(f"{trace.name}: its requests wait for one another, or come at one time: give --rate")
+    output = np.array([a.output for a in arrivals], float)
+    weight = np.full(len(arrivals), 1.0 / len(arrivals))
+    sample = (prompt, cached, output, weight)
+    if len(prompt) > _WHOLE:
+        sample = _cells(*sample)
+    return Workload(trace.name, *sample, float(own if rate is None else rate), cv2)  # type: ignore[arg-type]
+
+
+def _pace(trace: Trace, arrivals: Sequence[Arrival]) -> tuple[float | None, float]:
+    """Requests per second and the squared variation of the time between; none and 1 for closed loops."""
     at = np.array([a.at for a in arrivals])
     span = float(at[-1] - at[0])
-    if rate is None and span <= 0.0:
-        raise ConfigError(f"{name}: its requests come at one time: give --rate")
-    own = (len(at) - 1) / span if span > 0.0 else inf
+    if span <= 0.0 or any(a.after >= 0 for a in trace.arrivals):
+        return None, 1.0
     gaps = np.diff(at)
-    cv2 = float(np.var(gaps) / np.mean(gaps) ** 2) if span > 0.0 and len(gaps) > 1 else 1.0
-    output = np.array([a.output for a in arrivals], float)
-    weight = np.full(len(at), 1.0 / len(at))
-    return Workload(name, prompt, cached, output, weight, own if rate is None else rate, cv2)
+    return len(gaps) / span, float(np.var(gaps) / np.mean(gaps) ** 2) if len(gaps) > 1 else 1.0
 
 
 def cached_tokens(arrivals: Sequence[Arrival], block: int, cache_tokens: float = inf) -> list[int]:
@@ -145,12 +164,37 @@ def cached_tokens(arrivals: Sequence[Arrival], block: int, cache_tokens: float =
         while known < len(arrival.blocks) and arrival.blocks[known] in held:
             known += 1
         found.append(known * block)
+        if most == inf:
+            held.update(dict.fromkeys(arrival.blocks[known:]))
+            continue
         for each in reversed(arrival.blocks):  # a prefix is used whenever what follows it is: it goes last
             held[each] = None
             held.move_to_end(each)
         while len(held) > most:
             held.popitem(last=False)
     return found
+
+
+def _cells(prompt: Floats, cached: Floats, output: Floats, weight: Floats) -> tuple[Floats, Floats, Floats, Floats]:
+    """Merge requests that are alike: neighbours in computed tokens, then in prompt, then in output. All means are kept.
+
+    The 2 % with most to compute get half of the bins, and the longest request one of its own.
+    """
+    place = np.argsort(np.argsort(prompt - cached, kind="stable"), kind="stable") / len(prompt)
+    half = _FRESH // 2
+    cell = np.where(place < 0.98, place / 0.98 * half, half + (place - 0.98) / 0.02 * half).astype(int)
+    for values, parts in ((prompt, _LONG), (output, _ANSWERS)):
+        order = np.lexsort((values, cell))
+        counts = np.bincount(cell)
+        starts = np.cumsum(counts) - counts
+        part = np.empty(len(cell), int)
+        part[order] = (np.arange(len(cell)) - starts[cell[order]]) * parts // counts[cell[order]]
+        cell = cell * parts + part
+    cell[int(np.argmax(prompt + output))] = int(cell.max()) + 1
+    weights = np.bincount(cell, weight)
+    held = weights > 0.0
+    means = [np.bincount(cell, weight * values)[held] / weights[held] for values in (prompt, cached, output)]
+    return means[0], means[1], means[2], np.asarray(weights[held], float)
 
 
 def _share(hit: float) -> float:
