@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from regauge.sim.article import HIT, PICTURES, POINTS, RATE, STATED, Article, iso_line, pairs, server_revenue
+from regauge.sim.model import Interval
 from regauge.sim.money import HITS
-from regauge.sim.report import spendings, table, thousands
-from regauge.sim.revenue import listed, surface
+from regauge.sim.report import interval, spendings, table, thousands
+from regauge.sim.revenue import exact, listed, surface
+
+SECONDS = 30 * 86_400
 
 
 def revenue(found: Article) -> list[str]:
@@ -67,11 +70,17 @@ def revenue(found: Article) -> list[str]:
 
 def cost(found: Article) -> list[str]:
     """Return what the whole deployment costs beside what it earns."""
-    n = found.findings.claim.prefill_servers
+    n, one = found.findings.claim.prefill_servers, found.planned[0]
+    bear = one.plan.most
+    tokens = Interval(*(max(x, 1e-9) * one.tokens * SECONDS / 1e6 for x in (bear.low, bear.value, bear.high)))
+    each = found.money.cost.total / tokens
+    earned = found.money.per_million * exact(round(tokens.value, 3))
     return [
         (
             f"The whole deployment, its {n} prefill servers at the 64K rate, all month: {found.money.tokens / 10**6:,.0f} M tokens and "
-            f"{found.money.revenue:,.0f} CNY. Hardware comes to a few hundredths of that: full load at list price is a bound, not a forecast."
+            f"{found.money.revenue:,.0f} CNY. Full load at list price is a bound, not a forecast: at the {interval(bear, '.1f')} requests/s of 64K that the "
+            f"planner gives these {one.plan.prefill.servers} + {one.plan.decode.servers} servers, a million input tokens cost {interval(each, '.2f')} CNY and a "
+            f"month earns {earned:,.0f}, every token sold."
         ),
         "",
         *spendings(found.money),

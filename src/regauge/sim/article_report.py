@@ -82,6 +82,7 @@ def short(found: Article) -> list[str]:
         f"Decode's memory: {claim.prefill_servers} servers at the 64K rate keep {interval(fp8.residents, ',.0f')} requests there, "
         f"{interval(fp8.resident_bytes, ',.0f', 1e9)} GB of KV. FP8 weights leave {room / 1e9:,.0f} GB of {found.findings.decode_memory / 1e9:,.0f}: "
         f"{interval(bearable(fp8, room), '.0%')} of the rate" + (". **It binds before the network.**" if bearable(fp8, room).value < 1.0 > fp8.line_load else "."),
+        article_plan.short(found.planned),
         f"Ports: {found.findings.ports} of {found.findings.ports_of}, with {claim.nics} NICs a server.",
     ]  # fmt: skip
 
