@@ -44,7 +44,7 @@ def test_lengths_that_cannot_be(mean: float, p99: float, message: str) -> None:
     ("rate", "hit"), [(-1.0, 0.0), (0.0, 0.0), (nan, 0.0), (inf, 0.0), (1.0, 1.0), (1.0, -0.1), (1.0, nan)]
 )
 def test_rates_and_shares_that_cannot_be(rate: float, hit: float) -> None:
-    with pytest.raises(ConfigError, match="rate|hit"):
+    with pytest.raises(ConfigError, match=r"rate|hit"):
         of_lengths(Lengths(10), Lengths(10), rate, hit=hit)
 
 
