@@ -116,6 +116,8 @@ def run(options: argparse.Namespace) -> int:
     catalogue = load([Path(x) for x in options.catalogue])
     if options.what == "devices":
         return _devices(options, catalogue)
+    if options.what == "article":
+        return _article(options, catalogue)
     from regauge.sim.answer import answer
 
     plan = answer(_ask(options, catalogue), changes=not options.no_what_if)
@@ -216,6 +218,28 @@ def _written(options: argparse.Namespace, plan: Plan, money: Money | None) -> li
         except OSError as error:
             raise ConfigError(f"--markdown {options.markdown}: {error.strerror}") from error
     return [path for _, path in pictures] + ([Path(options.markdown)] if options.markdown is not None else [])
+
+
+def _article(options: argparse.Namespace, catalogue: Catalogue) -> int:
+    """The published deployment: a summary here, all of it in --markdown."""
+    from regauge.sim.article import article
+    from regauge.sim.article_report import short, write
+
+    found = article(catalogue)
+    written = write(found, Path(options.markdown)) if options.markdown is not None else []
+    if options.json:
+        from regauge.sim.plan_json import plain
+
+        answers = [
+            {"question": each.what, "tokens": each.tokens, "claimed": each.claimed, **plain(each.plan)}
+            for each in found.planned
+        ]
+        print(json.dumps({"modelled": True, "summary": short(found), "plans": answers}, indent=2))
+        return 0
+    from regauge.cli_plan_view import show_article
+
+    show_article(short(found), found.planned, written)
+    return 0
 
 
 def _devices(options: argparse.Namespace, catalogue: Catalogue) -> int:

@@ -10,6 +10,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from regauge.sim.article_plan import Planned
 from regauge.sim.devices import Catalogue, Figure
 from regauge.sim.model import Interval
 from regauge.sim.money import Money
@@ -54,6 +55,28 @@ def show(plan: Plan, money: Money | None, written: Sequence[Path] = ()) -> None:
         console.print(table)
     for path in written:
         console.print(f"written: {path}")
+
+
+def show_article(summary: Sequence[str], planned: Sequence[Planned], written: Sequence[Path]) -> None:
+    """Print the summary of the published deployment, and what the planner says of it."""
+    console = _console()
+    console.print(Text.assemble(("The published deployment   ", "bold"), ("modelled, not measured", "dim")))
+    for line in summary:
+        console.print(Text("  * " + line.replace("**", "")))
+    table = _table("prompt", "decode", "servers", "claimed", "within the SLO", "prefill is bound by", "decode by")
+    for each in planned:
+        plan = each.plan
+        table.add_row(
+            f"{each.tokens:,}", each.what, f"{plan.prefill.servers} + {plan.decode.servers}", _per_s(each.claimed),
+            _range(plan.most, _per_s), plan.prefill.binds, plan.decode.binds,
+        )  # fmt: skip
+    console.print()
+    console.print(Text("What the planner says", style="bold"))
+    console.print(table)
+    for path in written:
+        console.print(f"written: {path}")
+    if not written:
+        console.print("--markdown FILE writes the whole report, with the revenue surface")
 
 
 def show_devices(catalogue: Catalogue) -> None:

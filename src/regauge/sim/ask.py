@@ -21,6 +21,8 @@ from regauge.sim.workload import Workload
 Side = Literal["prefill", "decode"]
 MAX_SERVERS = 100_000
 MAX_SPAN = 16
+AUTO_SPAN = 4
+"""Servers up to which an instance is widened to meet the times; to hold the model, up to `MAX_SPAN`."""
 
 COMPUTE = Interval(0.12, 0.30, 0.50)
 """Part of the peak rate that prefill reaches."""

@@ -15,7 +15,7 @@ from regauge.errors import ConfigError, Refused
 from regauge.layout.config import language_model, read_config
 from regauge.layout.spec import Group, Layout
 from regauge.layout.view import element_bytes
-from regauge.sim.ask import MAX_SPAN, Ask, Pool
+from regauge.sim.ask import AUTO_SPAN, MAX_SPAN, Ask, Pool
 from regauge.sim.devices import Accelerator
 from regauge.sim.workload import Floats
 
@@ -93,7 +93,7 @@ def spans(ask: Ask, side: str, pool: Pool, card: Accelerator, cards: int, total_
         if least and least_given == most:
             return range(most, most + 1)
     elif 0 < least <= most:
-        return range(least, most + 1)
+        return range(least, max(min(most, AUTO_SPAN), least) + 1)
     had = pool.span or pool.servers or MAX_SPAN
     have, need = capacity(card, cards, had) * (1.0 - pool.reserve), weights + longest
     text = (

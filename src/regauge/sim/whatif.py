@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-import numpy as np
-
 from regauge.errors import ConfigError, LayoutError, Refused
 from regauge.sim.ask import Ask, Pool
 from regauge.sim.model import exactly
@@ -59,9 +57,10 @@ def changes(ask: Ask, shape: Shape) -> Iterator[tuple[str, Ask]]:
 
 
 def with_hit(load: Workload, hit: float) -> Workload:
-    """Return a workload with another cached share: every request's uncached part longer or shorter by the same factor."""
-    factor = (1.0 - hit) / (1.0 - load.hit)
-    return replace(load, cached=np.maximum(load.prompt - (load.prompt - load.cached) * factor, 0.0))
+    """Return a workload with another cached share: lower, every request's cached part shrinks alike; higher, what is computed does."""
+    if hit <= load.hit:
+        return replace(load, cached=load.cached * (hit / load.hit if load.hit else 0.0))
+    return replace(load, cached=load.prompt - (load.prompt - load.cached) * (1.0 - hit) / (1.0 - load.hit))
 
 
 def _dtypes(ask: Ask) -> Iterator[tuple[str, str, str]]:
