@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from regauge.sim import report
@@ -110,6 +110,7 @@ def test_endless_times_are_words() -> None:
 
 
 @given(st.lists(st.tuples(st.text(max_size=9), st.integers()), min_size=1, max_size=5))
+@settings(max_examples=40)
 def test_pipes_and_line_feeds_do_not_break_a_table(rows: list[tuple[str, int]]) -> None:
     lines = report.table(("what", "number"), rows)
     assert len(lines) == len(rows) + 2
