@@ -80,3 +80,21 @@ def test_an_unknown_device_names_the_known(tmp_path: Path) -> None:
         device(load().accelerators, "h300")
     with pytest.raises(ConfigError, match="cannot be read"):
         load([tmp_path / "none.toml"])
+
+
+def test_a_price_has_a_currency_with_a_rate(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    for text, said in (
+        ('price = { value = 3, source = "a", date = "2026" }', "h200.price: a price needs its currency"),
+        ('memory_gb = { value = 3, currency = "USD", source = "a", date = "2026" }', "only prices have one"),
+        ('price = { value = 3, currency = "EUR", source = "a", date = "2026" }', r"no rate of EUR.*currencies\.EUR"),
+        ('price = { value = 3, currency = "eur", source = "a", date = "2026" }', "currency"),
+    ):
+        path.write_text(f"[accelerators.h200]\n{text}\n")
+        with pytest.raises(ConfigError, match=said):
+            load([path])
+    path.write_text(
+        '[accelerators.h200]\nprice = { value = 3, currency = "EUR", source = "a", date = "2026" }\n'
+        '[currencies.EUR]\nname = "Euro"\nper_usd = { value = 0.9, source = "a", date = "2026" }\n'
+    )
+    assert load([path]).currencies["EUR"].name == "Euro"

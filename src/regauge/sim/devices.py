@@ -26,7 +26,7 @@ from regauge import toml
 from regauge.errors import ConfigError
 from regauge.sim.curves import Measured, read_measured
 
-SHIPPED = ("accelerators.toml", "nics.toml", "switches.toml", "models.toml")
+SHIPPED = ("accelerators.toml", "nics.toml", "switches.toml", "models.toml", "currencies.toml")
 
 Text = Annotated[str, msgspec.Meta(min_length=1, max_length=500)]
 Date = Annotated[str, msgspec.Meta(pattern=r"^\d{4}(-\d\d){0,2}$")]
@@ -44,6 +44,8 @@ class Figure(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     low: float | None = None
     """Lowest that it may be; none: as `value`."""
     high: float | None = None
+    currency: Annotated[str, msgspec.Meta(pattern="^([A-Z]{3})?$")] = ""
+    """Of a price, as its source has it: code of ISO 4217."""
 
 
 class Accelerator(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -63,8 +65,14 @@ class Accelerator(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     """NICs in a server that carry KV."""
     nic: str = ""
     """Key of that NIC."""
-    price_usd: Figure | None = None
+    price: Figure | None = None
     """Of one card."""
+    power_w: Figure | None = None
+    """Of one card at its limit."""
+    server_price: Figure | None = None
+    """Of a server with `cards` cards, its NICs among them."""
+    server_power_w: Figure | None = None
+    """Of such a server at its limit."""
     prefill_csv: Path_ = ""
     """Measured prefill: columns tokens, seconds; relative to the catalogue file. Replaces the roofline."""
     decode_csv: Path_ = ""
@@ -78,6 +86,7 @@ class Nic(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults
     gbit_per_s: Figure | None = None
     share: Figure | None = None
     """Part of the line rate that payload reaches."""
+    price: Figure | None = None
 
 
 class Switch(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -87,6 +96,18 @@ class Switch(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     ports: Figure | None = None
     gbit_per_s: Figure | None = None
     """Of one port."""
+    price: Figure | None = None
+    """Of the switch, without optics."""
+    power_w: Figure | None = None
+    """At its limit."""
+
+
+class Currency(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A currency by its code of ISO 4217."""
+
+    name: str = ""
+    per_usd: Figure | None = None
+    """Units of it for one US dollar."""
 
 
 class ModelSize(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -105,6 +126,7 @@ class Catalogue(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     nics: dict[str, Nic] = {}
     switches: dict[str, Switch] = {}
     models: dict[str, ModelSize] = {}
+    currencies: dict[str, Currency] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,11 +142,19 @@ _NEEDED: Mapping[type, tuple[str, ...]] = {
     Nic: ("name", "gbit_per_s"),
     Switch: ("name", "ports", "gbit_per_s"),
     ModelSize: ("name", "total_b", "active_b"),
+    Currency: ("name", "per_usd"),
 }
-_KINDS: Mapping[str, str] = {"accelerators": "accelerator", "nics": "NIC", "switches": "switch", "models": "model"}
+_KINDS: Mapping[str, str] = {
+    "accelerators": "accelerator",
+    "nics": "NIC",
+    "switches": "switch",
+    "models": "model",
+    "currencies": "currency",
+}
 _WHOLE = ("cards", "nics", "ports")
+_PRICES = ("price", "server_price")
 
-D = TypeVar("D", Accelerator, Nic, Switch, ModelSize)
+D = TypeVar("D", Accelerator, Nic, Switch, ModelSize, Currency)
 
 
 def load(paths: Sequence[Path] = ()) -> Catalogue:
@@ -196,6 +226,10 @@ def _check(figure: Figure, field: str, where: str) -> None:
         raise ConfigError(f"{where}: is a number of things: give a whole number")
     if field == "share" and high > 1.0:
         raise ConfigError(f"{where}: a share is at most 1")
+    if (field in _PRICES) != bool(figure.currency):
+        raise ConfigError(
+            f"{where}: " + ("a price needs its currency" if field in _PRICES else "only prices have one: currency")
+        )
 
 
 def _over(below: Catalogue, above: Catalogue) -> Catalogue:
@@ -219,4 +253,13 @@ def _whole(found: Catalogue) -> Catalogue:
     for key, dev in found.accelerators.items():
         if dev.nic and dev.nic not in found.nics:
             raise ConfigError(f"accelerators.{key}.nic: no NIC {dev.nic!r}; known: {', '.join(sorted(found.nics))}")
+    for kind in _KINDS:
+        for key, dev in getattr(found, kind).items():
+            for field in _PRICES:
+                price = getattr(dev, field, None)
+                if price and price.currency != "USD" and price.currency not in found.currencies:
+                    raise ConfigError(
+                        f"{kind}.{key}.{field}: no rate of {price.currency} to the dollar; add "
+                        f"[currencies.{price.currency}] with name and per_usd"
+                    )
     return found
