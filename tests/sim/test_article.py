@@ -6,11 +6,14 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
+import matplotlib
 import pytest
 
 from regauge.errors import ConfigError
-from regauge.sim.article import PICTURES, Article, article, draw, iso_line, pairs, server_revenue
-from regauge.sim.article_report import bearable, markdown
+from regauge.sim.article import CLAIM, PICTURES, Article, article, draw, iso_line, pairs, server_revenue
+from regauge.sim.article_report import bearable, markdown, short
+from regauge.sim.claims import question
+from regauge.sim.devices import shipped
 from regauge.sim.model import Interval
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -31,14 +34,12 @@ def test_its_pictures_are_there_and_linked(name: str) -> None:
     assert (DOCS / name).read_text().startswith("<?xml")
 
 
-def test_pictures_are_the_same_bytes_twice(tmp_path: Path) -> None:
-    folders = [tmp_path / name for name in ("one", "other")]
-    for folder in folders:
-        folder.mkdir()
-        draw(found(), folder)
-    for name, _ in PICTURES:
-        one, other = ((folder / name).read_bytes() for folder in folders)
-        assert one == other
+def test_the_checked_in_pictures_are_what_is_drawn(tmp_path: Path) -> None:
+    for path in draw(found(), tmp_path):
+        drawn, there = path.read_text(), (DOCS / path.name).read_text()
+        if f"Matplotlib v{matplotlib.__version__}," not in there:
+            pytest.skip("drawn by another release of matplotlib: text lies elsewhere")
+        assert drawn == there
 
 
 def test_the_revenue_is_of_one_server_to_the_yuan() -> None:
@@ -66,12 +67,16 @@ def test_decode_s_memory_binds_before_its_network() -> None:
 
 
 def test_statements_follow_the_figures() -> None:
-    other = markdown(article(decode="b200", models=["glm-4.5"]))
+    def said(decode: str, *models: str) -> str:
+        findings = question(replace(CLAIM, decode=decode), shipped(), ["glm-5.2", *models])
+        return "\n".join(short(replace(found(), findings=findings)))
+
+    other = said("b200", "glm-4.5")
     assert "GLM-4.5 in BF16: 108%" in other
     assert "No other candidate does so with one constant." in other
-    assert "8 NVIDIA B200 SXM" in other
-    only = markdown(article(models=["glm-4.5-air"]))
-    assert "What would not cross" not in only
+    assert "FP8 weights leave 696 GB of 1,440" in other
+    assert "What would not cross" not in said("b200", "glm-4.5-air")
+    assert "only GLM-5 does so" in said("h200", "glm-5")
 
 
 def test_an_unknown_decode_device_is_refused() -> None:

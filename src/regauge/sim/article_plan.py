@@ -39,12 +39,18 @@ def questions(claim: Claim, catalogue: Catalogue, model: str, hit: float) -> tup
     name = catalogue.accelerators[claim.decode].name
     prefill = Pool(claim.prefill, claim.prefill_servers, kv=KV, weight_bits=FOUR_BIT, nics=claim.nics)
     decode = Pool(claim.decode, claim.decode_servers, kv=KV, nics=claim.nics)
+    spanning = replace(prefill, weight_bits=8.0, span=2)
     sides = (
         (f"{claim.decode_servers} x 8 {name}, FP8 weights", prefill, decode),
         (f"{claim.decode_servers} x 8 {name}, 4-bit weights", prefill, replace(decode, weight_bits=FOUR_BIT)),
         (
             f"{claim.decode_servers + 1} x 8 {name}, FP8 weights",
             prefill,
+            replace(decode, servers=claim.decode_servers + 1),
+        ),
+        (
+            f"{claim.decode_servers + 1} x 8 {name}, FP8 weights; prefill in FP8 over 2 servers each",
+            spanning,
             replace(decode, servers=claim.decode_servers + 1),
         ),
         (f"as many 8 {name} as it takes, FP8 weights", replace(prefill, servers=0), replace(decode, servers=0)),
@@ -59,6 +65,18 @@ def questions(claim: Claim, catalogue: Catalogue, model: str, hit: float) -> tup
     return tuple(found)
 
 
+def short(found: Sequence[Planned]) -> str:
+    """Return the answer for the first rate in a line: what these servers bear, and what it would take."""
+    one = found[0]
+    free = next(p for p in found if not p.plan.ask.prefill.servers)
+    plan = one.plan
+    return (
+        f"The planner: {plan.prefill.servers} + {plan.decode.servers} servers bear {interval(plan.most, '.1f')} of the claimed {one.claimed:.1f} requests/s within "
+        f"a first token in {plan.ask.slo.ttft_s:g} s and {1e3 * plan.ask.slo.tpot_s:g} ms for each further one, for {plan.ask.slo.share:.0%} of them; "
+        f"{free.plan.prefill.servers} + {free.plan.decode.servers} {'would' if free.plan.fits else 'would not'} bear it all."
+    )
+
+
 def section(found: Sequence[Planned], points: Sequence[Point]) -> list[str]:
     """Return the report's lines."""
     rows: list[tuple[Cell, ...]] = []
@@ -68,7 +86,7 @@ def section(found: Sequence[Planned], points: Sequence[Point]) -> list[str]:
         most = plan.most.value / each.claimed
         rows.append(
             (f"{each.tokens:,}", each.what, f"{plan.prefill.servers} + {plan.decode.servers}", f"{each.claimed:.2f}",
-             interval(plan.most, ".2f"), f"{most:.0%}" if given else "all of it", plan.prefill.binds, plan.decode.binds)
+             interval(plan.most, ".2f"), f"{most:.0%}" if given or not plan.fits else "all of it", plan.prefill.binds, plan.decode.binds)
         )  # fmt: skip
     efficiency = found[0].plan.fit
     head = (
@@ -78,9 +96,9 @@ def section(found: Sequence[Planned], points: Sequence[Point]) -> list[str]:
     return [
         (
             f"`regauge plan` with the efficiency fitted to both rates ({interval(efficiency.fitted, '.3f') if efficiency else 'none'}), 4-bit weights on "
-            f"prefill, output as above, Poisson arrivals, and limits that the claim does not have: {slo.share:.0%} of the requests have the first token "
-            f"within {slo.ttft_s:g} s and each further one within {1e3 * slo.tpot_s:g} ms. Unlike above, a tenth of the memory is kept back, the time "
-            "of a token is modelled, and decode holds pages from before prefill begins to compute."
+            f"prefill where nothing else is said, output as above, Poisson arrivals, and limits that the claim does not have: {slo.share:.0%} of the requests have the first token "
+            f"within {slo.ttft_s:g} s and each further one within {1e3 * slo.tpot_s:g} ms. Unlike above, a tenth of the memory is kept back, KV must fit 99 % of the "
+            "time, the time of a token is modelled, and decode holds pages from before prefill begins to compute."
         ),
         "",
         *table(head, rows),

@@ -6,7 +6,7 @@ from decimal import Decimal
 from pathlib import Path
 
 from regauge.errors import ConfigError
-from regauge.sim import article_plan
+from regauge.sim import article_money, article_plan
 from regauge.sim.article import (
     HIT,
     MIXED,
@@ -17,14 +17,11 @@ from regauge.sim.article import (
     Article,
     draw,
     iso_line,
-    pairs,
     server_revenue,
 )
 from regauge.sim.claims import PLAUSIBLE, TOLERANCE, Findings, Traffic
 from regauge.sim.model import Interval, exactly
-from regauge.sim.money import HITS
-from regauge.sim.report import LABEL, Cell, figures, interval, spendings, table, thousands
-from regauge.sim.revenue import listed, surface
+from regauge.sim.report import LABEL, Cell, figures, interval, table
 
 _SOURCE = "the article on a vendor's white paper of 2026-08-24; the white paper itself was not found"
 
@@ -43,8 +40,8 @@ def markdown(found: Article, command: str = "regauge plan article --markdown doc
         ("KV in decode's memory", _memory(found)),
         ("What the planner says of it", article_plan.section(found.planned, POINTS)),
         ("Ports", _ports(found)),
-        ("Revenue", _revenue(found)),
-        ("Cost", _cost(found)),
+        ("Revenue", article_money.revenue(found)),
+        ("Cost", article_money.cost(found)),
         (
             "Figures and sources",
             figures(found.catalogue, (found.findings.claim.prefill, found.findings.claim.decode), found.likeliest.key),
@@ -71,7 +68,7 @@ def short(found: Article) -> list[str]:
     best, claim = found.likeliest, found.findings.claim
     fp8, room = best.layouts[0].traffic[0], dict(best.room)["FP8"]
     price = found.price
-    lines = [
+    return [
         (f"{RATE:,} tokens/s at 64K x 30 days x ({HIT} x {price.cached_input} + {1 - HIT} x {price.uncached_input}) CNY per million = "
         f"**{server_revenue(found):,.0f} CNY**: one prefill server, all month at full load, every token sold, {HIT:.0%} of them at the "
         "price of cached ones. The rate counts cached tokens, and the figure is of one server."),
@@ -85,9 +82,9 @@ def short(found: Article) -> list[str]:
         f"Decode's memory: {claim.prefill_servers} servers at the 64K rate keep {interval(fp8.residents, ',.0f')} requests there, "
         f"{interval(fp8.resident_bytes, ',.0f', 1e9)} GB of KV. FP8 weights leave {room / 1e9:,.0f} GB of {found.findings.decode_memory / 1e9:,.0f}: "
         f"{interval(bearable(fp8, room), '.0%')} of the rate" + (". **It binds before the network.**" if bearable(fp8, room).value < 1.0 > fp8.line_load else "."),
+        article_plan.short(found.planned),
         f"Ports: {found.findings.ports} of {found.findings.ports_of}, with {claim.nics} NICs a server.",
     ]  # fmt: skip
-    return lines
 
 
 def _short_fit(found: Article) -> list[str]:
@@ -317,74 +314,6 @@ def _ports(found: Article) -> list[str]:
     ]
 
 
-def _revenue(found: Article) -> list[str]:
-    price = found.price
-    own = [p for p in listed().values() if p.currency == price.currency]
-    shown = surface(RATE, own, HITS)
-    rows = [
-        (f"{p.name}, {p.cached_input:g} / {p.uncached_input:g}", *(thousands(x) for x in earned))
-        for p, earned in zip(shown.prices, shown.revenue, strict=True)
-    ]
-    needs = [
-        (name, f"{rate:,}", f"{each:.2f}", "none" if hit is None else f"{hit:.1%}")
-        for name, rate, each, hit in iso_line(price)
-    ]
-    lines = [
-        (f"{hit:.0%}", f"{dear:.2f}", f"{dear * price.cached_input / price.uncached_input:.2f}")
-        for hit, dear in pairs(price)
-    ]
-    return [
-        f"    {RATE:,} tokens/s x 2,592,000 s = {RATE * 2_592_000:,.0f} tokens",
-        f"    x ({HIT} x {price.cached_input} + {1 - HIT} x {price.uncached_input}) CNY / 10^6 = {server_revenue(found):,} CNY",
-        "",
-        (
-            "One figure hides two choices, price and mix. Thousand CNY a month of one prefill server at the 64K rate, input alone, by list price (cached / "
-            "uncached) and by the share that is billed as cached:"
-        ),
-        "",
-        *table(("price", *(f"{h:.0%}" for h in HITS)), rows),
-        "",
-        f"![{PICTURES[1][1]}]({PICTURES[1][0]})",
-        "",
-        f"What {STATED:,} CNY a month needs at each published rate, and the cached share at which {price.name}'s price gives it:",
-        "",
-        *table(
-            (
-                "rate",
-                "tokens/s",
-                "CNY per million input tokens",
-                f"cached share at {price.uncached_input:g} / {price.cached_input:g}",
-            ),
-            needs,
-        ),
-        "",
-        f"Pairs that give {STATED:,} CNY at the 64K rate, cached input costing {price.cached_input / price.uncached_input:.0%} of uncached:",
-        "",
-        *table(("cached share", "CNY per million uncached", "cached"), lines),
-        "",
-        "Sources of the prices:",
-        "",
-        *(f"* {p.name}: {p.source}, {p.date}" + (f" ({p.note})" if p.note else "") for p in own),
-        "",
-        (
-            f"Output is not in the claim. At {found.findings.claim.output.value:g} output tokens for 65,536 of input and {price.output:g} CNY, it would add "
-            f"{_output_share(found):.1%}."
-        ),
-    ]
-
-
-def _cost(found: Article) -> list[str]:
-    n = found.findings.claim.prefill_servers
-    return [
-        (
-            f"The whole deployment, its {n} prefill servers at the 64K rate, all month: {found.money.tokens / 10**6:,.0f} M tokens and "
-            f"{found.money.revenue:,.0f} CNY. Hardware comes to a few hundredths of that: full load at list price is a bound, not a forecast."
-        ),
-        "",
-        *spendings(found.money),
-    ]
-
-
 # -- small -------------------------------------------------------------------------------------------------------------
 
 
@@ -392,11 +321,6 @@ def bearable(traffic: Traffic, room: float) -> Interval:
     """Return what part of the claimed rate decode's memory allows: its room over the KV of all residents, at most 1."""
     held = exactly(max(room, 0.0)) / traffic.resident_bytes
     return Interval(min(held.low, 1.0), min(held.value, 1.0), min(held.high, 1.0))
-
-
-def _output_share(found: Article) -> float:
-    outputs = found.findings.claim.output.value / POINTS[0].tokens
-    return outputs * float(found.price.output) / float(found.money.per_million)
 
 
 def _servers(count: int) -> str:

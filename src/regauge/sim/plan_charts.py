@@ -188,7 +188,8 @@ def what_if(path: Path, plan: Plan) -> None:
 
 
 def _beside(axes: Any, x: float, place: int, text: str) -> None:
-    axes.annotate(text, (x, place), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8)
+    axes.annotate(text, (x, place), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8,
+                  bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 0.6})  # fmt: skip
 
 
 def _round_levels(most: float) -> list[float]:
