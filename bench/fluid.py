@@ -29,11 +29,11 @@ from regauge.sim import reference
 from regauge.sim.clock import Clock
 from regauge.sim.network import Network
 
-TESTS = Path(__file__).parents[1] / "tests"
-sys.path[:0] = [str(TESTS / "sim"), str(TESTS / "real_simgrid")]
+sys.path.append(str(Path(__file__).parents[1] / "tests" / "sim"))
+sys.path.append(str(Path(__file__).parents[1] / "tests" / "real_simgrid"))
 
-import queue_theory as queue  # noqa: E402
-import simgrid_cases as simgrid  # noqa: E402
+import queue_theory as queue
+import simgrid_cases as simgrid
 
 Rows = list[dict[str, object]]
 CASES = [("ps", load, sizes) for load in (0.5, 0.8) for sizes in queue.SIZES]

@@ -74,9 +74,6 @@ class Network:
         _check_size(size)
         if not (isfinite(seconds) and seconds >= 0):
             raise ValueError(f"bytes become ready over {seconds} s: give a time of 0 or more")
-        if seconds == 0 or not isfinite(size / seconds):
-            self.add(flow, size, last=last)
-            return
         self._wake(self._fluid.produce(_live(flow), size, seconds, last, self._clock.now))
 
     def finish(self, flow: Flow) -> None:
@@ -131,8 +128,8 @@ class Network:
 
     def load(self, port: str) -> float:
         """Return the share of a port's rate that is used now; of a port that is down, 0."""
-        rate = self.ports[port]
-        return self._fluid.used(self._numbers[port]) / rate if rate else 0.0
+        used, rate = self._fluid.used(self._number(port)), self.ports[port]
+        return used / rate if rate else 0.0
 
     def _number(self, name: str) -> int:
         number = self._numbers.get(name)
