@@ -119,6 +119,9 @@ class Fleet:
         """Requests that came and are not over."""
         return len(self._tasks) + len(self._waits)
 
+    def _going(self) -> bool:
+        return bool(self._arriving or self._tasks or self._waits or self._thinking)
+
     # Making it
 
     def _prefill(self, index: int) -> Prefill:
@@ -189,7 +192,7 @@ class Fleet:
             self._nic_report(decode)
         if self._watch is not None:
             self._watch(self)
-        if self._arriving or self._tasks or self._waits or self._thinking:
+        if self._going():
             self.clock.call(now + self.cluster.report_s, self._report, None)
 
     def _nic_report(self, decode: Decode) -> None:
@@ -433,7 +436,7 @@ class Fleet:
     def _stuck(self, check: tuple[str, frozenset[str]]) -> None:
         """Transfers that have been on a port for a lease while it is down fail."""
         port, seen = check
-        if self.network.ports[port]:
+        if self.network.ports[port] or not self._going():
             return
         over = self.transfers.over(port)
         for task in over:
