@@ -14,9 +14,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from math import inf
 from random import Random
+from typing import NamedTuple
 
 from regauge.config_route import RouteConfig
-from regauge.route.cluster import Link, Request
+from regauge.route.cluster import Candidate, Link, Request
 from regauge.route.state import Standing
 
 HARM: float = 0.5
@@ -37,10 +38,11 @@ class View:
     """Tokens expected to be cached, by worker; at most all but the last."""
     turns: dict[str, int] = field(default_factory=dict)
     """Of `round-robin`: how often each role had its turn."""
+    alone: list[Standing] = field(default_factory=list)
+    """The decode workers that can compute prompts themselves."""
 
 
-@dataclass(slots=True)
-class Estimate:
+class Estimate(NamedTuple):
     """One placement, predicted."""
 
     prefill: Standing | None
@@ -68,19 +70,12 @@ class Estimate:
         """Who computes the prompt."""
         return self.prefill or self.decode
 
-    def terms(self) -> dict[str, float]:
-        """Return the figures by name."""
-        figures = {
-            "queue_s": self.queue_s,
-            "compute_s": self.compute_s,
-            "transfer_s": self.transfer_s,
-            "wait_s": self.wait_s,
-            "cached_tokens": float(self.cached),
-            "wire_bytes": self.wire_bytes,
-        }
-        if self.tpot_s is not None:
-            figures["tpot_s"] = self.tpot_s
-        return figures
+    def candidate(self) -> Candidate:
+        """Return what is said of it."""
+        return Candidate(
+            self.prefill.name if self.prefill else None, self.decode.name, self.cached, self.queue_s, self.compute_s,
+            self.transfer_s, self.wait_s, self.wire_bytes, self.tpot_s,
+        )  # fmt: skip
 
 
 def estimate(request: Request, view: View, prefill: Standing | None, decode: Standing) -> Estimate | None:

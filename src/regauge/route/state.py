@@ -14,6 +14,7 @@ from typing import Final
 from regauge.route.cluster import Link, Load, Worker
 from regauge.route.health import Breaker
 from regauge.route.nic import Nic
+from regauge.route.why import Record
 
 TRANSIT_S: Final = 0.02
 """A booking so young when a report was asked for has not reached the worker yet."""
@@ -33,7 +34,7 @@ HOLD_S: Final = 5.0
 """How long a request holds its place in decode, until that is measured."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Booking:
     """What one attempt has been promised."""
 
@@ -57,9 +58,11 @@ class Booking:
     """When its first token came."""
     computing: bool = True
     """Its prompt is not known to be computed."""
+    record: Record | None = None
+    """Where the journal has it."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Standing:
     """One worker, as the router sees it."""
 
@@ -103,10 +106,24 @@ class Standing:
     pages_base: int | None = None
     """Pages that are free when none of our bookings holds any; None: unknown."""
     hold_s: float = HOLD_S
+    trust: float = 1.0
+    """Share of the tokens that were expected in its cache and were there."""
+    rate_told: bool = False
+    """Its NIC's rate was told, and not taken from its links'."""
+    slots: int = 0
+    overhead_s: float = 0.0
+    attention_s: float = 0.0
+    """As of `worker`: read for every request."""
 
     def __post_init__(self) -> None:
         self.name = self.worker.name
+        self.state(self.worker)
         self.speed = self.worker.prior_tokens_per_s or GUESS
+
+    def state(self, worker: Worker) -> None:
+        """Take another statement of it."""
+        self.worker = worker
+        self.slots, self.overhead_s, self.attention_s = worker.slots, worker.overhead_s, worker.attention_s
 
     @property
     def guessed(self) -> bool:
@@ -129,9 +146,8 @@ class Standing:
 
     def compute_s(self, tokens: int, cached: int) -> float:
         """Return the seconds to compute `tokens` tokens of a prompt after `cached` ones."""
-        worker = self.worker
-        attention = worker.attention_s * tokens * (cached + tokens / 2) if worker.attention_s else 0.0
-        return worker.overhead_s + tokens / self.speed + attention
+        attention = self.attention_s * tokens * (cached + tokens / 2) if self.attention_s else 0.0
+        return self.overhead_s + tokens / self.speed + attention
 
     def waiting_s(self, now: float) -> float:
         """Return the seconds of computation that a prompt which comes now finds in front of it."""
@@ -186,13 +202,15 @@ class Standing:
 
     def wait_s(self, tokens: int) -> float:
         """Return the seconds until decode has a slot and pages for a request of `tokens` tokens in all; infinite: it never fits."""
-        load = self.load
-        pages = self.pages_for(tokens)
+        load, base = self.load, self.pages_base
+        pages = -(-tokens // (load.page_size or PAGE_TOKENS))
         if load.pages is not None and pages > load.pages:
             return inf
-        seats = self.taken
-        over = seats + 1 - self.worker.slots
-        turn_s = self.hold_s / max(1, min(seats, self.worker.slots))  # one of them ends every so often
+        seats = len(self.seats) + self.foreign_seats
+        if seats < self.slots and (base is None or self.pages_used + pages <= base):
+            return 0.0
+        over = seats + 1 - self.slots
+        turn_s = self.hold_s / max(1, min(seats, self.slots))  # one of them ends every so often
         wait = over * turn_s if over > 0 else 0.0
         if self.pages_base is not None:
             short = self.pages_used + pages - self.pages_base
@@ -209,8 +227,8 @@ class Standing:
         measured = self.load.tpot_s
         if measured is None:
             return None
-        slots, running = self.worker.slots, self.load.running
-        now = self.taken + more
+        slots, running = self.slots, self.load.running
+        now = len(self.seats) + self.foreign_seats + more
         return measured * (slots + now) / (slots + (self.tpot_batch if running is not None else now))
 
     def tpot_wait_s(self, limit_s: float) -> float:
@@ -218,7 +236,7 @@ class Standing:
         tpot, seats = self.tpot_s() or 0.0, self.taken
         if tpot <= limit_s or not seats:
             return 0.0
-        over = (1 - limit_s / tpot) * (self.worker.slots + seats + 1)
+        over = (1 - limit_s / tpot) * (self.slots + seats + 1)
         return min(over, seats) * self.hold_s / seats
 
     def report(self, load: Load, now: float) -> None:
@@ -242,20 +260,32 @@ class Standing:
         self.fresh_until = now + FRESH_S if load.queued_tokens is not None else -inf
         if load.queued_tokens is not None:
             self._queue_said(load.queued_tokens, known, now)
-        old = [booking for booking in self.seats.values() if booking.made <= known]
+        if load.running is not None or load.free_pages is not None:
+            self._held(load, known)
+
+    def _held(self, load: Load, known: float) -> None:
+        """Tell what of decode's seats and pages is not ours. Bookings are in order of their time: the youngest are the last."""
+        young, pages = 0, 0
+        for booking in reversed(self.seats.values()):
+            if booking.made <= known:
+                break
+            young += 1
+            pages += self.pages_for(booking.pages_tokens)
         if load.running is not None:
-            self.foreign_seats = max(0, load.running - len(old))
+            self.foreign_seats = max(0, load.running - (len(self.seats) - young))
         if load.free_pages is not None:
-            mine = sum(self.pages_for(booking.pages_tokens) for booking in old)
-            self.pages_base = load.free_pages + mine
+            self.pages_base = load.free_pages + self.pages_used - pages
             if load.pages is not None:
                 self.pages_base = min(self.pages_base, load.pages)
 
     def _queue_said(self, queued: int, known: float, now: float) -> None:
-        old = [booking for booking in self.queue.values() if booking.made <= known]
-        tokens = sum(booking.tokens for booking in old)
+        tokens, seconds = 0, 0.0
+        for booking in self.queue.values():
+            if booking.made > known:
+                break
+            tokens += booking.tokens
+            seconds += booking.compute_s
         self.foreign_s = max(0, queued - tokens) / self.speed
-        seconds = sum(booking.compute_s for booking in old)
         self.done_s = seconds * (1 - queued / tokens) if queued < tokens else 0.0
         self.done_at = now
 
@@ -264,13 +294,12 @@ class Standing:
 
         Prompts that are computed together come to their end together: the first of them has all the time, and the sums are right.
         """
-        worker = self.worker
         if seconds is None:
             seconds = now - max(booking.made, self.free_since)
         self.free_since = now
         if tokens < 1:
             return
-        rest = max(0.0, seconds - worker.overhead_s - worker.attention_s * tokens * (cached + tokens / 2))
+        rest = max(0.0, seconds - self.overhead_s - self.attention_s * tokens * (cached + tokens / 2))
         self.measured_at = now
         keep = exp(-rest / MEMORY_S)
         self.measured_tokens = keep * self.measured_tokens + tokens
