@@ -40,6 +40,8 @@ class View:
     """Of `round-robin`: how often each role had its turn."""
     alone: list[Standing] = field(default_factory=list)
     """The decode workers that can compute prompts themselves."""
+    few: int = 4
+    """How many placements are wanted, at least, if there are so many."""
 
 
 class Estimate(NamedTuple):
@@ -112,5 +114,4 @@ def _alone(request: Request, view: View, decode: Standing) -> Estimate | None:
 
 def stall(decode: Standing, compute_s: float) -> float:
     """Return the share by which a prompt that decode computes lengthens its other requests' time per token."""
-    others = len(decode.seats) + decode.foreign_seats
-    return compute_s / max(decode.hold_s, 1e-3) if others else 0.0
+    return compute_s / max(decode.hold_s, 1e-3) if decode.taken else 0.0

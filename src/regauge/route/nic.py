@@ -39,7 +39,7 @@ _READY = attrgetter("ready")
 class Nic:
     """The transfers to one decode worker."""
 
-    __slots__ = ("_at", "_flows", "_marks", "_pending", "_said", "_served", "foreign", "moving", "rate")
+    __slots__ = ("_at", "_flows", "_marks", "_pending", "_said", "_served", "foreign", "idle", "moving", "rate")
 
     def __init__(self) -> None:
         self.rate = 0.0
@@ -48,6 +48,8 @@ class Nic:
         """Bytes in front that are none of our transfers'."""
         self.moving = 0.0
         """Bytes of our transfers that go, up to rounding."""
+        self.idle = True
+        """Nothing is on its way, ours or others', for certain."""
         self._flows: dict[str, Flow] = {}
         self._marks: list[float] = []
         """Of those that go and have not landed, ascending."""
@@ -71,6 +73,7 @@ class Nic:
         if now > self._at:
             self._advance(now)
         self._flows[name] = flow
+        self.idle = False
         if flow.ready < now:
             self._begin(flow)
         elif not self._pending or flow.ready >= self._pending[-1].ready:
@@ -85,6 +88,7 @@ class Nic:
             return
         if now > self._at:
             self._advance(now)
+        self.idle = not self._flows and not self.foreign
         if not flow.going:
             self._pending.remove(flow)
         elif flow.rest > self._served:
@@ -109,6 +113,7 @@ class Nic:
         served = self._served
         mine = sum([mark - served for mark in self._marks])
         self.foreign = max(0.0, backlog - mine)
+        self.idle = not self._flows and not self.foreign
         if backlog < mine:
             share = backlog / mine
             self._marks.clear()
@@ -131,7 +136,7 @@ class Nic:
             return complete, 0.0
         begin = ready if ready > now else now
         landed = complete + TAIL_S
-        if not self._marks and not self._pending and not self.foreign:
+        if self.idle:
             sent = begin + size / rate
             return (sent if sent > landed else landed), 0.0
         if now > self._at:

@@ -55,7 +55,7 @@ def _room(view: View, request: Request) -> Callable[[Standing], float]:
     tokens = request.tokens + request.max_tokens
 
     def cost(decode: Standing) -> float:
-        slots = (len(decode.seats) + decode.foreign_seats) / decode.slots
+        slots = decode.taken / decode.slots
         pages = decode.pages_used + decode.pages_for(tokens)
         total = decode.load.pages
         free = decode.pages_base
@@ -114,17 +114,24 @@ def network_aware(request: Request, view: View) -> list[Pick]:
 
     All decode workers are looked at with the best prefill worker, then the best of them with the other good ones.
     """
-    search, around = Search(request, view), rooms(request, view)
-    for number, start in enumerate(starts(request, view)):
-        if number == 0:
-            if search.look(start, around):
+    around, now = rooms(request, view), view.now
+    # All of the few best decode workers are needed for the others, unless there are no more.
+    search = Search(request.tokens, now, view.few if len(around) <= BEST else BEST)
+    first = True
+    for start in starts(request, view):
+        if first:
+            first = False
+            if search.look(start, around) and len(around) > BEST:
                 around = [found.room for found in search.best]
             # Where the best prefill worker is refused by some, or all, all are looked at with the others, too.
-        elif len(search.best) >= BEST and start.queue_s + start.compute_s >= search.best[0].score:
+            search.few = view.few
+            del search.best[view.few :]
+        elif len(search.best) >= view.few and start[2] + start[3] >= search.best[0][0]:
             break  # its own terms alone are more than the best pair's
         else:
             search.look(start, around)
-    return [Pick(found.score, found.start.prefill, found.room.decode, found.estimate()) for found in search.best]
+    tokens, few = request.tokens, search.best[: view.few]
+    return [Pick(found[0], found.start[0], found.room[0], found.estimate(tokens, now)) for found in few]
 
 
 def _priced(request: Request, view: View, decode: Standing) -> Pick | None:
@@ -136,7 +143,7 @@ def _priced(request: Request, view: View, decode: Standing) -> Pick | None:
     score = made.ttft_s
     if limit is not None and made.tpot_s is not None and made.tpot_s > limit:
         score += OVER_LIMIT * (made.tpot_s - limit) * request.max_tokens
-    return Pick(score + 1e-6 * (len(decode.seats) + decode.foreign_seats), None, decode, made)
+    return Pick(score + 1e-6 * decode.taken, None, decode, made)
 
 
 def offloaded(request: Request, view: View, picks: list[Pick]) -> list[Pick]:

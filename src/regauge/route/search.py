@@ -25,24 +25,13 @@ SLACK_NOW: Final = 1e-12
 """Shares, of itself and of the time, by which a bound is lowered: it is not rounded as the score is."""
 
 
-class Start(NamedTuple):
-    """What a prompt finds at one prefill worker."""
-
-    prefill: Standing
-    cached: int
-    queue_s: float
-    compute_s: float
+Start = tuple[Standing, int, float, float]
+"""What a prompt finds at one prefill worker: tokens that are cached, seconds of computation in front of it, and its own."""
 
 
-class Room(NamedTuple):
-    """What a request finds at one decode worker, whoever computes its prompt."""
-
-    decode: Standing
-    wait_s: float
-    over: float
-    """What is added to the score for too slow tokens,"""
-    held: float
-    """and for the requests there: of equally good workers the one with fewer will be faster for longer."""
+Room = tuple[Standing, float, float, float]
+"""What a request finds at one decode worker, whoever computes its prompt: the wait in seconds, what is added to the score for too slow tokens, and for
+the requests there: of equally good workers the one with fewer will be faster for longer."""
 
 
 class Found(NamedTuple):
@@ -52,19 +41,18 @@ class Found(NamedTuple):
     order: int
     start: Start
     room: Room
-    begin: float
     transfer_s: float
     late_s: float
     harm_s: float
-    wire_bytes: float
-    known: bool
+    link: Link
 
-    def estimate(self) -> Estimate:
+    def estimate(self, tokens: int, now: float) -> Estimate:
         """Return it as what a policy gives."""
-        start, decode = self.start, self.room.decode
+        prefill, cached, queue, compute = self.start
+        decode, link, late = self.room[0], self.link, self.late_s
         return Estimate(
-            start.prefill, decode, start.cached, start.queue_s, start.compute_s, self.transfer_s, self.late_s,
-            self.harm_s, decode.tpot_s(), self.wire_bytes, self.begin, self.known,
+            prefill, decode, cached, queue, compute, self.transfer_s, late, self.harm_s, decode.tpot_s(),
+            link.bytes_per_token * tokens, now + queue + late, link.bytes_per_s > 0,
         )  # fmt: skip
 
 
@@ -106,7 +94,7 @@ def starts(request: Request, view: View) -> list[Start]:
     for at in few:
         each = view.prefills[at]
         have = get(each.name, 0)
-        found.append(Start(each, have, each.waiting_s(now), each.compute_s(total - have, have)))
+        found.append((each, have, each.waiting_s(now), each.compute_s(total - have, have)))
     return found
 
 
@@ -116,76 +104,93 @@ def rooms(request: Request, view: View) -> list[Room]:
     limit = view.config.tpot_s if request.tpot_s is None else request.tpot_s
     found = []
     for decode in view.decodes:
-        over = 0.0
+        over, taken = 0.0, decode.taken
         if limit is not None:
             tpot = decode.tpot_s()
             if tpot is not None and tpot > limit:
                 over = OVER_LIMIT * (tpot - limit) * request.max_tokens
-        held = 1e-6 * (len(decode.seats) + decode.foreign_seats)
-        found.append(Room(decode, decode.wait_s(need), over, held))
+        at_once = taken < decode.slots and need <= decode.tokens_free
+        found.append((decode, 0.0 if at_once else decode.wait_s(need), over, 1e-6 * taken))
     return found
 
 
 class Search:
-    """One request's search."""
+    """One request's search. `few`: how many of the best pairs are kept."""
 
-    def __init__(self, request: Request, view: View) -> None:
-        self.tokens = request.tokens
-        self.now = view.now
+    __slots__ = ("_now", "_order", "_tokens", "best", "few")
+
+    def __init__(self, tokens: int, now: float, few: int) -> None:
+        self.few = few
         self.best: list[Found] = []
-        """The few best pairs so far, in order."""
+        """In order."""
+        self._tokens = tokens
+        self._now = now
         self._order = 0
 
     def look(self, start: Start, rooms: Sequence[Room]) -> bool:
         """Look at one prefill worker's pairs with some decode workers; return whether all of them are possible."""
-        now, tokens, best, links = self.now, self.tokens, self.best, start.prefill.links
-        queue, compute = start.queue_s, start.compute_s
+        prefill, _, queue, compute = start
+        now, tokens, order, links = self._now, self._tokens, self._order, prefill.links
+        limit = self.best[self.few - 1][0] if len(self.best) >= self.few else inf
         bounds = []
-        order = self._order
         possible = True
         for room in rooms:
             decode, wait, over, held = room
             link = links.get(decode.name, UNKNOWN)
-            if wait == inf or link.path == "REFUSED" or decode is start.prefill:
+            if wait == inf or link.path == "REFUSED" or decode is prefill:
                 possible = False
                 continue
             order += 1
-            begin = now + queue
-            if wait > queue:
-                begin += wait - queue
-            nic, rate, size = decode.nic, link.bytes_per_s, link.bytes_per_token * tokens
-            if nic.rate and nic.rate < rate:
-                rate = nic.rate
+            late = wait - queue if wait > queue else 0.0
+            begin = now + queue + late
+            landed, harm = begin + compute, 0.0
+            nic, rate = decode.nic, link.bytes_per_s
             if rate:
-                front, ours = nic.least(size, begin, now, rate) if nic.foreign or nic.moving else (0.0, 0.0)
-                sent = begin + (size + front) / rate
-                complete = begin + compute + TAIL_S
-                landed = (sent if sent > complete else complete) + HARM * ours / rate
+                if nic.rate and nic.rate < rate:
+                    rate = nic.rate
+                size, landed = link.bytes_per_token * tokens, landed + TAIL_S
+                if nic.idle:
+                    sent = begin + size / rate
+                else:
+                    front, ours = nic.least(size, begin, now, rate)
+                    sent, harm = begin + (size + front) / rate, HARM * ours / rate
+                if sent > landed:
+                    landed = sent
+            # In the order of `_price`, so that what is equal stays so.
+            transfer = landed - begin - compute + link.convert_s_per_token * tokens
+            score = queue + compute + transfer + late + harm + over + held
+            if not rate or nic.idle:
+                if score < limit:
+                    limit = self._keep(Found(score, order, start, room, transfer, late, 0.0, link))
             else:
-                landed = begin + compute
-            least = landed - now + link.convert_s_per_token * tokens + over + held
-            bounds.append((least - SLACK * least - SLACK_NOW * now, order, room, link))
+                score -= SLACK * score + SLACK_NOW * now
+                if score <= limit:
+                    bounds.append((score, order, room, link))
         self._order = order
-        bounds.sort()
-        for least, number, room, link in bounds:
-            if len(best) < BEST:
-                insort(best, self._price(start, room, link, number))
-            elif least > best[-1][0]:
-                break
-            else:
-                found = self._price(start, room, link, number)
-                if found < best[-1]:
-                    insort(best, found)
-                    del best[BEST:]
+        if bounds:
+            bounds.sort()
+            for score, order, room, link in bounds:
+                if score > limit:
+                    break
+                found = self._price(start, room, link, order)
+                if found[0] <= limit:
+                    limit = self._keep(found)
         return possible
+
+    def _keep(self, found: Found) -> float:
+        """Keep a pair if it is among the best; return the score that the next one needs."""
+        best, few = self.best, self.few
+        insort(best, found)
+        if len(best) > few:
+            best.pop()
+        return best[-1][0] if len(best) == few else inf
 
     def _price(self, start: Start, room: Room, link: Link, order: int) -> Found:
         decode, wait, over, held = room
-        queue, compute, now, tokens = start.queue_s, start.compute_s, self.now, self.tokens
+        _, _, queue, compute = start
+        now, tokens = self._now, self._tokens
         late = wait - queue if wait > queue else 0.0
         begin = now + queue + late
-        size = link.bytes_per_token * tokens
-        landed, harm = decode.nic.finish(size, begin, begin + compute, now, link.bytes_per_s)
+        landed, harm = decode.nic.finish(link.bytes_per_token * tokens, begin, begin + compute, now, link.bytes_per_s)
         transfer = landed - begin - compute + link.convert_s_per_token * tokens
-        score = queue + compute + transfer + late + HARM * harm + over + held
-        return Found(score, order, start, room, begin, transfer, late, harm, size, link.bytes_per_s > 0)
+        return Found(queue + compute + transfer + late + HARM * harm + over + held, order, start, room, transfer, late, harm, link)

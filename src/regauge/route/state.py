@@ -101,6 +101,10 @@ class Standing:
     """Computation that others have queued here."""
     seats: dict[str, Booking] = field(default_factory=dict)
     foreign_seats: int = 0
+    taken: int = 0
+    """Decode slots that are in use or promised."""
+    tokens_free: float = inf
+    """Tokens that a request may have for decode to have pages for them at once."""
     pages_used: int = 0
     """By our bookings."""
     pages_base: int | None = None
@@ -133,11 +137,6 @@ class Standing:
     def wanted(self, now: float) -> bool:
         """Whether it is to have a prompt whatever is predicted, for its speed to be measured: it is idle, and nobody knows how fast it is now."""
         return not self.queue and not self.foreign_s and now - self.measured_at > OLD_S
-
-    @property
-    def taken(self) -> int:
-        """Decode slots that are in use or promised."""
-        return len(self.seats) + self.foreign_seats
 
     @property
     def measured_speed(self) -> float | None:
@@ -187,14 +186,24 @@ class Standing:
         """Book a decode slot and pages."""
         self.seats[booking.id] = booking
         self.pages_used += self.pages_for(booking.pages_tokens)
+        self._room()
 
     def unseat(self, booking: Booking, now: float) -> None:
         """Give slot and pages back."""
         if self.seats.pop(booking.id, None) is None:
             return
         self.pages_used -= self.pages_for(booking.pages_tokens)
+        self._room()
         if booking.first is not None:
             self.hold_s += SPEED_STEP * (now - booking.first - self.hold_s)
+
+    def _room(self) -> None:
+        """Seats or pages have changed."""
+        self.taken = len(self.seats) + self.foreign_seats
+        pages, base = self.load.pages, self.pages_base
+        if base is not None:
+            pages = base - self.pages_used if pages is None else min(pages, base - self.pages_used)
+        self.tokens_free = inf if pages is None else pages * (self.load.page_size or PAGE_TOKENS)
 
     def pages_for(self, tokens: int) -> int:
         """Return the pages that so many tokens need."""
@@ -202,13 +211,11 @@ class Standing:
 
     def wait_s(self, tokens: int) -> float:
         """Return the seconds until decode has a slot and pages for a request of `tokens` tokens in all; infinite: it never fits."""
-        load, base = self.load, self.pages_base
+        load = self.load
         pages = -(-tokens // (load.page_size or PAGE_TOKENS))
         if load.pages is not None and pages > load.pages:
             return inf
-        seats = len(self.seats) + self.foreign_seats
-        if seats < self.slots and (base is None or self.pages_used + pages <= base):
-            return 0.0
+        seats = self.taken
         over = seats + 1 - self.slots
         turn_s = self.hold_s / max(1, min(seats, self.slots))  # one of them ends every so often
         wait = over * turn_s if over > 0 else 0.0
@@ -228,7 +235,7 @@ class Standing:
         if measured is None:
             return None
         slots, running = self.slots, self.load.running
-        now = len(self.seats) + self.foreign_seats + more
+        now = self.taken + more
         return measured * (slots + now) / (slots + (self.tpot_batch if running is not None else now))
 
     def tpot_wait_s(self, limit_s: float) -> float:
@@ -262,6 +269,7 @@ class Standing:
             self._queue_said(load.queued_tokens, known, now)
         if load.running is not None or load.free_pages is not None:
             self._held(load, known)
+        self._room()
 
     def _held(self, load: Load, known: float) -> None:
         """Tell what of decode's seats and pages is not ours. Bookings are in order of their time: the youngest are the last."""
