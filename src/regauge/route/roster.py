@@ -11,6 +11,7 @@ from regauge.route.state import Standing
 Role = Literal["prefill", "decode"]
 SLOW_SHARE: Final = 3
 """One worker in so many of a role may be left out for slowness."""
+Able = tuple[list[Standing], list[Standing], list[Standing]]
 MOST_MODELS: Final = 100
 """Models whose workers are kept at hand."""
 
@@ -32,6 +33,7 @@ class Roster:
         self._roles: dict[Role, list[Standing]] = {"prefill": [], "decode": []}
         self._peers: dict[tuple[bool, bool], Peers] = {}
         self._takers: dict[tuple[Role, str], list[Standing]] = {}
+        self._all: Able | None = None
 
     def sort(self) -> None:
         """Workers have come or gone, or changed their roles."""
@@ -47,6 +49,17 @@ class Roster:
     def changed(self) -> None:
         """A worker is up or down, or left out."""
         self._takers.clear()
+        self._all = None
+
+    def able(self, now: float, model: str, exclude: frozenset[str]) -> Able:
+        """Return who may compute a prompt, who may decode, and who of these can do both."""
+        if self._all is not None and not model and not exclude:
+            return self._all
+        prefills, decodes = self.takers("prefill", now, model, exclude), self.takers("decode", now, model, exclude)
+        found = prefills, decodes, [each for each in decodes if each.worker.computes]
+        if not model and not exclude and ("prefill", "") in self._takers and ("decode", "") in self._takers:
+            self._all = found  # nobody is left out for a while: see `takers`
+        return found
 
     def takers(self, role: Role, now: float, model: str, exclude: frozenset[str]) -> list[Standing]:
         """Return who may be given a request: those in good standing, else those that were left out, rather than nobody."""

@@ -40,20 +40,22 @@ TRUST_STEP: Final = 0.1
 class Router:
     """One model's workers. Not thread-safe: one event loop owns it. Times are seconds of the caller's clock, which never goes back.
 
-    `max_queue`: most requests at once; None: any number. `seed` decides between equals.
+    `max_queue`: most requests at once; None: any number. `seed` decides between equals. `explain`: keep a journal of what was decided and why; without,
+    the decisions are the same, and of a route's candidates only the one that was taken is sure to be there.
     """
 
-    def __init__(self, config: RouteConfig | None = None, seed: int = 0, *, max_queue: int | None = None) -> None:
+    def __init__(self, config: RouteConfig | None = None, seed: int = 0, *, max_queue: int | None = None, explain: bool = True) -> None:
         self.config = config = config or RouteConfig()
         self.max_queue = max_queue
         self.index = PrefixIndex(config.index_blocks, config.stale_s)
-        self.journal = Journal(config.keep_routes)
+        self.journal = Journal(config.keep_routes if explain else 0)
+        self._explain = explain
         self.correction = admission.Correction()
         self._rng = Random(seed)  # noqa: S311  # choices between equals, not secrets
         self._roster = Roster()
         self._workers = self._roster.workers
         self._bookings: dict[str, Booking] = {}
-        self._turns: dict[str, int] = {}
+        self._view = View(config, 0.0, self._rng, [], [], {})
         self._links: dict[str, dict[str, Link]] = {}
         self.decisions: Counter[str] = Counter()
         """Placed attempts, and those that were not by the reason; so far."""
@@ -134,12 +136,12 @@ class Router:
         if request.id in self._bookings:
             raise ValueError(f"attempt {request.id!r} is booked already")
         decided = self._decide(request, now)
-        record = self.journal.decided(request, decided, now)
-        if isinstance(decided, Refusal):
-            self.decisions[decided.reason] += 1
-        else:
-            self.decisions[PLACED] += 1
-            self._bookings[request.id].record = record
+        placed = isinstance(decided, Route)
+        self.decisions[PLACED if placed else decided.reason] += 1
+        if self._explain:
+            record = self.journal.decided(request, decided, now)
+            if placed:
+                self._bookings[request.id].record = record
         return decided
 
     def prefilled(self, attempt: str, now: float, cached: int, computed: int, seconds: float | None = None) -> None:
@@ -226,40 +228,50 @@ class Router:
             self._roster.sort()
 
     def _decide(self, request: Request, now: float) -> Route | Refusal:
-        prefills = self._roster.takers("prefill", now, request.model, request.exclude)
-        decodes = self._roster.takers("decode", now, request.model, request.exclude)
-        if not decodes:
+        view, config = self._view, self.config
+        view.now = now
+        view.prefills, view.decodes, view.alone = self._roster.able(now, request.model, request.exclude)
+        if not view.decodes:
             return Refusal("no_worker", f"no decode worker is usable{_but(request)}", role="decode")
-        if not prefills and not any(each.worker.computes for each in decodes):
+        if not view.prefills and not view.alone:
             return Refusal("no_worker", f"no prefill worker is usable{_but(request)}", role="prefill")
-        allowed = admission.allowed(request, self.max_queue)
-        if len(self._bookings) >= allowed:
-            return admission.full(request, allowed, min(each.waiting_s(now) for each in prefills or decodes))
-        cached, note = self._cached(request, now)
-        alone = [each for each in decodes if each.worker.computes]
-        view = View(self.config, now, self._rng, prefills, decodes, cached, self._turns, alone)
+        if self.max_queue is not None:
+            allowed = admission.allowed(request, self.max_queue)
+            if len(self._bookings) >= allowed:
+                drained = min(each.waiting_s(now) for each in view.prefills or view.decodes)
+                return admission.full(request, allowed, drained)
+        limits = Limits.of(request, config)
+        # More than the best placement is looked for where a limit may refuse it, and for those who ask why.
+        view.few = 1 if limits is admission.NONE and not self._explain else BEST
+        view.cached, note = self._cached(request, now) if request.blocks else ({}, "")
         made = self._estimates(request, view)
         if not made:
             return self._no_pair(request, view)
-        chosen = admission.choose(made, Limits.of(request, self.config), self.correction.careful(now), now)
-        if isinstance(chosen, Refusal):
-            return chosen
-        tpot_limit = self.config.tpot_s if request.tpot_s is None else request.tpot_s
+        if limits is admission.NONE:
+            chosen = made[0]
+        else:
+            taken = admission.choose(made, limits, self.correction.careful(now), now)
+            if isinstance(taken, Refusal):
+                return taken
+            chosen = taken
+        tpot_limit = config.tpot_s if request.tpot_s is None else request.tpot_s
         if tpot_limit is not None and (chosen.tpot_s or 0.0) > tpot_limit:
             slow = f"{chosen.tpot_s:.4f} s per token are predicted, beyond the limit of {tpot_limit:g} s"
             note = f"{note}; {slow}" if note else slow
-        self._book(request, chosen, now)
-        ranked = [chosen.candidate(), *[one.candidate() for one in made if one is not chosen]]
+        ttft = chosen.ttft_s
+        self._book(request, chosen, ttft, now)
+        ranked = (chosen.candidate(),)
+        if len(made) > 1:
+            ranked += tuple([one.candidate() for one in made if one is not chosen])
+        best = ranked[0]
         return Route(
-            request.id, self.config.policy, chosen.prefill.name if chosen.prefill else None, chosen.decode.name,
-            chosen.cached, chosen.ttft_s * self.correction.factor(now), tuple(ranked), note,
+            request.id, config.policy, best.prefill, best.decode, chosen.cached, ttft * self.correction.factor(now), ranked,
+            note,
         )  # fmt: skip
 
     def _cached(self, request: Request, now: float) -> tuple[dict[str, int], str]:
         """Return the tokens that each worker is expected to have cached, and what is wrong with that."""
         cached: dict[str, int] = {}
-        if not request.blocks:
-            return cached, ""
         index, notes = self.index, []
         most, per_block, doubtful = max(0, request.tokens - 1), self.config.block_tokens, index.doubtful(now)
         for workers, blocks in index.matches(request.blocks):
@@ -273,7 +285,7 @@ class Router:
                     )
                     share *= self.config.stale_weight
                 cached[name] = int(tokens * share)
-        return cached, "; ".join(notes)
+        return cached, "; ".join(notes) if notes else ""
 
     def _estimates(self, request: Request, view: View) -> list[Estimate]:
         """Return the best few placements of the policy that are possible, best first."""
@@ -291,10 +303,10 @@ class Router:
             return Refusal("no_room", f"no decode worker can ever hold {need} tokens", role="decode")
         return Refusal("no_worker", "no usable prefill worker has a path to a usable decode worker", role="prefill")
 
-    def _book(self, request: Request, chosen: Estimate, now: float) -> None:
+    def _book(self, request: Request, chosen: Estimate, ttft_s: float, now: float) -> None:
         booking = Booking(
             request.id, now, chosen.prefill, chosen.decode, request.tokens - chosen.cached, chosen.compute_s,
-            request.tokens + request.max_tokens, chosen.cached, chosen.ttft_s, chosen.known, chosen.computer.guessed,
+            request.tokens + request.max_tokens, chosen.cached, ttft_s, chosen.known, chosen.computer.guessed,
         )  # fmt: skip
         self._bookings[request.id] = booking
         computer = chosen.computer
@@ -303,9 +315,10 @@ class Router:
         if chosen.prefill is not None:
             flow = Flow(chosen.ready, chosen.ready + chosen.compute_s, chosen.wire_bytes)
             chosen.decode.nic.add(request.id, flow, now)
-        for standing in _both(booking):
-            standing.breaker.given(request.id, now)
-        self.index.assume(computer.name, request.blocks)
+            chosen.prefill.breaker.given(request.id, now)
+        chosen.decode.breaker.given(request.id, now)
+        if request.blocks:
+            self.index.assume(computer.name, request.blocks)
 
     def _crossed(self, booking: Booking, now: float) -> None:
         """The prompt is computed, and its KV where it is wanted."""
