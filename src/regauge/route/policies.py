@@ -29,6 +29,8 @@ class Pick:
     """If the policy has made one."""
 
 
+NOTHING_S: Final = 1e-9
+"""A pair that is better by less is not looked for."""
 SCORE = attrgetter("score")
 Policy = Callable[[Request, View], list[Pick]]
 
@@ -128,7 +130,7 @@ def network_aware(request: Request, view: View) -> list[Pick]:
             del search.best[view.few :]
         elif len(search.best) >= view.few and start[2] + start[3] >= search.best[0][0]:
             break  # its own terms alone are more than the best pair's
-        else:
+        elif view.few > 1 or start[2] + start[3] + start[0].tail(view.decodes) < search.best[0][0] - NOTHING_S:
             search.look(start, around)
     tokens, few = request.tokens, search.best[: view.few]
     return [Pick(found[0], found.start[0], found.room[0], found.estimate(tokens, now)) for found in few]

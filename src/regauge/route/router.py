@@ -78,7 +78,7 @@ class Router:
         for other in self._links.pop(name, {}):
             self._links.get(other, {}).pop(name, None)
             if other in self._workers:
-                self._workers[other].links.pop(name, None)
+                self._workers[other].unlinked(name)
 
     def update(self, worker: Worker, now: float) -> None:  # noqa: ARG002  # every event has its time
         """Take another statement of a worker that goes on, such as another role; bookings and cache stay."""
@@ -337,7 +337,7 @@ class Router:
     def _linked(self, link: Link, now: float) -> None:
         prefill, decode = self._workers.get(link.prefill), self._workers.get(link.decode)
         if prefill is not None:
-            prefill.links[link.decode] = link
+            prefill.linked(link)
         if decode is not None:
             own = self._links[link.decode].values()
             fastest = max([each.bytes_per_s for each in own if each.decode == link.decode])

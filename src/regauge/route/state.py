@@ -13,7 +13,7 @@ from typing import Final
 
 from regauge.route.cluster import Link, Load, Worker
 from regauge.route.health import Breaker
-from regauge.route.nic import Nic
+from regauge.route.nic import TAIL_S, Nic
 from regauge.route.why import Record
 
 TRANSIT_S: Final = 0.02
@@ -118,6 +118,8 @@ class Standing:
     overhead_s: float = 0.0
     attention_s: float = 0.0
     """As of `worker`: read for every request."""
+    _decodes: list[Standing] | None = None
+    _tail_s: float = 0.0
 
     def __post_init__(self) -> None:
         self.name = self.worker.name
@@ -147,6 +149,24 @@ class Standing:
         """Return the seconds to compute `tokens` tokens of a prompt after `cached` ones."""
         attention = self.attention_s * tokens * (cached + tokens / 2) if self.attention_s else 0.0
         return self.overhead_s + tokens / self.speed + attention
+
+    def tail(self, decodes: list[Standing]) -> float:
+        """Return what a transfer to any of these workers takes after the computation, at least. The list is taken to be the same while it is the same object."""
+        if decodes is not self._decodes:
+            links = self.links
+            paced = all([each.name in links and links[each.name].bytes_per_s > 0 for each in decodes])
+            self._decodes, self._tail_s = decodes, TAIL_S if paced else 0.0
+        return self._tail_s
+
+    def linked(self, link: Link) -> None:
+        """Take the state of a pair of which this is the prefill worker."""
+        self.links[link.decode] = link
+        self._decodes = None
+
+    def unlinked(self, decode: str) -> None:
+        """A decode worker has left."""
+        self.links.pop(decode, None)
+        self._decodes = None
 
     def waiting_s(self, now: float) -> float:
         """Return the seconds of computation that a prompt which comes now finds in front of it."""
