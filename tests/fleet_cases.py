@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -101,7 +102,7 @@ def check(fleet: Fleet, result: Result, arrivals: Sequence[Arrival]) -> None:
     assert (log.attempts[done] >= 1).all()
     crossed = done & (log.prefill >= 0)
     steps = (log.at, log.seated, log.began, log.computed, log.landed, log.ended)
-    for before, after in zip(steps, steps[1:], strict=False):
+    for before, after in pairwise(steps):
         assert (before <= after)[crossed].all()
     assert np.isfinite(log.first[done]).all()
     assert (log.first <= log.ended)[done].all()

@@ -143,7 +143,9 @@ class Story:
         self.open.remove(route)
         if lost or rng.random() < 0.15:
             cause = "worker_lost" if lost else rng.choice(CAUSES)
-            self.router.failed(route.id, lost or rng.choice((route.prefill or route.decode, route.decode)), self.now, cause)
+            self.router.failed(
+                route.id, lost or rng.choice((route.prefill or route.decode, route.decode)), self.now, cause
+            )
         else:
             self.router.finished(route.id, self.now, rng.choice(("complete", "complete", "cancelled", "failed")))
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fleet_cases import POLICY_NAMES, check, clusters, schedules, serve, traces
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fleet_cases import POLICY_NAMES, check, clusters, schedules, serve, traces
 from regauge.errors import ConfigError
 from regauge.sim.cluster import Cluster
 from regauge.sim.engines import DecodeModel, PrefillModel

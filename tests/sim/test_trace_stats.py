@@ -49,7 +49,9 @@ def test_poisson_arrivals_have_variation_and_dispersion_one() -> None:
 def test_ticks_are_found_and_nothing_else(width: float, per_tick: float) -> None:
     rng = random.Random(2)
     times = list(accumulate(rng.expovariate(per_tick / width) for _ in range(2_000)))
-    rounded = [int(1000 * (width - 1e-4) * int(time / width)) / 1000 for time in times]  # now and then a tick of 1 ms less
+    rounded = [
+        int(1000 * (width - 1e-4) * int(time / width)) / 1000 for time in times
+    ]  # now and then a tick of 1 ms less
     assert tick(rounded) == pytest.approx(width, abs=2e-3)
     assert tick(times) == 0.0
 
