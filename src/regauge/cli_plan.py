@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from regauge.sim.devices import Catalogue
     from regauge.sim.money import Money
     from regauge.sim.plan_result import Plan
+    from regauge.sim.plan_run import Simulated
     from regauge.sim.workload import Workload
 
 _POOL = (
@@ -121,16 +122,16 @@ def run(options: argparse.Namespace) -> int:
     from regauge.sim.answer import answer
 
     plan = answer(_ask(options, catalogue), changes=not options.no_what_if)
-    money = _money(options, plan)
+    money, run = _money(options, plan), _simulated(options, plan)
     written = _written(options, plan, money)
     if options.json:
         from regauge.sim.plan_json import plain
 
-        print(json.dumps(plain(plan, money), indent=2))
+        print(json.dumps(plain(plan, money, run), indent=2))
     else:
         from regauge.cli_plan_view import show
 
-        show(plan, money, written)
+        show(plan, money, run, written)
     return 0 if plan.fits else 1
 
 
@@ -175,6 +176,19 @@ def _workload(options: argparse.Namespace) -> Workload:
         raise ConfigError("a workload: give --trace FILE, or --input-tokens, --output-tokens and --rate")
     prompt, output = lengths(made[0], "--input-tokens"), lengths(made[1], "--output-tokens")
     return workload.of_lengths(prompt, output, options.rate, hit=options.hit or 0.0)
+
+
+def _simulated(options: argparse.Namespace, plan: Plan) -> Simulated | None:
+    """The plan's servers in the simulator, if that was asked for."""
+    if options.simulate is None:
+        return None
+    from regauge.sim import trace
+    from regauge.sim.plan_run import simulate
+
+    prefixes = options.trace is not None and options.hit is None
+    return simulate(
+        plan, options.simulate, trace=trace.read(Path(options.trace), form=options.format) if prefixes else None
+    )
 
 
 def _money(options: argparse.Namespace, plan: Plan) -> Money | None:

@@ -15,14 +15,16 @@ from regauge.sim.devices import Catalogue, Figure
 from regauge.sim.model import Interval
 from regauge.sim.money import Money
 from regauge.sim.plan_result import ENDLESS, Need, Plan
+from regauge.sim.plan_run import Simulated
 from regauge.sim.words import seconds
 
 Format = Callable[[float], str]
+_HIT_OFF = 0.02
 WIDTH = 140
 """Characters of a line where the output is no terminal."""
 
 
-def show(plan: Plan, money: Money | None, written: Sequence[Path] = ()) -> None:
+def show(plan: Plan, money: Money | None, run: Simulated | None = None, written: Sequence[Path] = ()) -> None:
     """Print a plan."""
     console = _console()
     ask = plan.ask
@@ -43,7 +45,7 @@ def show(plan: Plan, money: Money | None, written: Sequence[Path] = ()) -> None:
         ("What binds", _needs(plan)),
         ("Memory of an instance", _memory(plan)),
     ]
-    parts += [("Times", _times(plan)), ("Network", _network(plan))]
+    parts += [("Times", _times(plan, run)), ("Network", _network(plan))]
     if plan.what_if:
         parts.append(("What if", _what_if(plan)))
     if money is not None:
@@ -53,8 +55,21 @@ def show(plan: Plan, money: Money | None, written: Sequence[Path] = ()) -> None:
         console.print()
         console.print(Text(title, style="bold"))
         console.print(table)
+    if run is not None:
+        console.print(Text(_said(plan, run)))
     for path in written:
         console.print(f"written: {path}")
+
+
+def _said(plan: Plan, run: Simulated) -> str:
+    """What a simulated run adds in words."""
+    text = (
+        f"SIMULATED: {run.requests} requests, real router, fluid network: {run.complete:.1%} complete, prefill busy {run.prefill_busy:.1%}, "
+        f"{run.hit:.1%} cached"
+    )
+    if plan.mix.hit - run.hit > _HIT_OFF:
+        text += f" where the plan counts {plan.mix.hit:.1%}, as of one cache of all servers: the servers' own hold less; --hit {run.hit:.2f} plans for that"
+    return text
 
 
 def show_article(summary: Sequence[str], planned: Sequence[Planned], written: Sequence[Path]) -> None:
@@ -154,11 +169,14 @@ def _memory(plan: Plan) -> Table:
     return table
 
 
-def _times(plan: Plan) -> Table:
+def _times(plan: Plan, run: Simulated | None) -> Table:
     table = _table("", "mean", "P50", "P90", "P99", "within")
     for name, times in (("first token", plan.ttft), ("per token", plan.tpot)):
         columns = (times.mean, times.p50, times.p90, times.p99)
         table.add_row(name, *(_range(x, seconds) for x in columns), _range(times.met, _percent))
+    if run is not None:
+        for name, found in (("first token, simulated", run.ttft), ("per token, simulated", run.tpot)):
+            table.add_row(name, *(seconds(x) for x in (found.mean, found.p50, found.p90, found.p99)), _percent(found.met))
     table.add_row("goodput", _range(plan.goodput, _per_s), "", "", "", f"highest rate {_range(plan.most, _per_s)}")
     return table
 

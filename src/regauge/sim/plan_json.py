@@ -10,14 +10,15 @@ from typing import Any
 from regauge.sim.model import Interval
 from regauge.sim.money import Money
 from regauge.sim.plan_result import ENDLESS, Plan
+from regauge.sim.plan_run import Simulated
 from regauge.sim.revenue import Listed
 
 _ANSWER = ("mix", "prefill", "decode", "network", "ttft", "tpot", "goodput", "most", "ratio", "offload", "problems", "remedies", "idle",
            "assumed", "fit", "what_if")  # fmt: skip
 
 
-def plain(plan: Plan, money: Money | None = None) -> dict[str, Any]:
-    """Return the plan, and perhaps a month's money, in types that JSON has."""
+def plain(plan: Plan, money: Money | None = None, run: Simulated | None = None) -> dict[str, Any]:
+    """Return the plan, and perhaps a month's money and a simulated run, in types that JSON has."""
     ask = plan.ask
     asked = {
         "model": ask.model,
@@ -36,6 +37,8 @@ def plain(plan: Plan, money: Money | None = None) -> dict[str, Any]:
         found[name] |= {"binds": pool.binds, "margin": pool.margin}
     if money is not None:
         found["money"] = _plain(money)
+    if run is not None:
+        found["simulated"] = _plain(run)
     return found
 
 

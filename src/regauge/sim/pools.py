@@ -155,7 +155,8 @@ class Step:
         self._facts, self._on, self._known = facts, on, dict[int, tuple[float, bool]]()
         self.context = float(stay @ context / stay.sum())
         """Mean tokens of a request that is generating."""
-        self._token_bytes = float(stay @ kept_.read(context) / stay.sum()) / self.context
+        self.token_bytes = float(stay @ kept_.read(context) / stay.sum()) / self.context
+        """KV bytes that a step reads for a token of context."""
         self.output = load.mean(load.output)
 
     def __call__(self, batch: int) -> float:
@@ -170,7 +171,7 @@ class Step:
         if batch not in self._known:
             facts, context = self._facts, max(round(self.context), 1)
             seconds = decode_seconds(
-                facts.work, facts.decode.weights, self._on, batch=batch, context=context, token_bytes=self._token_bytes
+                facts.work, facts.decode.weights, self._on, batch=batch, context=context, token_bytes=self.token_bytes
             ).value
             computed = (
                 batch * facts.work.operations(context, context + 1) / (self._on.rate.value * self._on.compute.value)
