@@ -20,9 +20,9 @@ CAUSES = ("worker_lost", "failed", "timeout", "draining", "queue_full", "transfe
 Plain = tuple[Any, ...]
 
 
-def config(rng: random.Random, policy: str) -> RouteConfig:
+def config(rng: random.Random, policy: Any) -> RouteConfig:
     return RouteConfig(
-        policy=policy,  # type: ignore[arg-type]
+        policy=policy,
         block_tokens=64,
         index_blocks=rng.choice((400, 1_000_000)),
         assumed_tokens=rng.choice((64 * 40, 1_000_000)),
@@ -143,7 +143,9 @@ class Story:
         self.open.remove(route)
         if lost or rng.random() < 0.15:
             cause = "worker_lost" if lost else rng.choice(CAUSES)
-            self.router.failed(route.id, lost or rng.choice((route.prefill or route.decode, route.decode)), self.now, cause)
+            self.router.failed(
+                route.id, lost or rng.choice((route.prefill or route.decode, route.decode)), self.now, cause
+            )
         else:
             self.router.finished(route.id, self.now, rng.choice(("complete", "complete", "cancelled", "failed")))
 
