@@ -21,12 +21,11 @@ import math
 import statistics
 import time
 import tracemalloc
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
 from harness import percentile, print_table, write_json
-from route_load import Call, recorded, started
 from regauge.blocks import Stored
 from regauge.config import RouteConfig
 from regauge.route.prefix import PrefixIndex
@@ -34,6 +33,7 @@ from regauge.route.router import Router
 from regauge.sim.engines import DecodeModel, PrefillModel
 from regauge.sim.fleet import Cluster, Fleet, Knowledge, Result
 from regauge.sim.trace import BLOCK, Arrival, generate, paced, read, spread
+from route_load import Call, recorded, started
 
 TARGET = 0.8
 """Of cache+load's mean time to the first token, on the loaded fabric."""
@@ -180,13 +180,13 @@ def decisions(prefills: int, decodes: int, arrivals: Sequence[Arrival], rounds: 
     runners-up. `loop ns`: a turn of a bare Python loop in the same rounds.
     """
     told = {links: recorded(prefills, decodes, arrivals, links=links) for links in (False, True)}
-    count, times = len(arrivals), {name: math.inf for name in ("us", "links us", "explained us", "loop ns")}
+    count, times = len(arrivals), dict.fromkeys(("us", "links us", "explained us", "loop ns"), math.inf)
     for _ in range(rounds):
         for name, links, explain in (("us", False, False), ("links us", True, False), ("explained us", False, True)):
             router = started(prefills, decodes, explain=explain)
             times[name] = min(times[name], cpu_of_calls(router, told[links]) / count * 1e6)
         times["loop ns"] = min(times["loop ns"], bare_loop())
-    only = Counter[str]()
+    only: defaultdict[str, float] = defaultdict(float)
     router, clock, cost = started(prefills, decodes), time.process_time, clock_cost()
     for function, given in told[False]:
         began = clock()

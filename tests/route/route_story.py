@@ -29,7 +29,7 @@ def config(rng: random.Random, policy: Any) -> RouteConfig:
         stale_s=rng.choice((1.0, 10.0)),
         ttft_s=rng.choice((None, None, 8.0, 30.0)),
         tpot_s=rng.choice((None, None, 0.04)),
-        offload=rng.choice(("fixed", "auto")),  # type: ignore[arg-type]
+        offload=rng.choice(("fixed", "auto")),
         offload_tokens=rng.choice((0, 300)),
         eject_failures=rng.choice((2, 3)),
         eject_s=1.0,
