@@ -85,9 +85,12 @@ def serve(
     arrivals: Sequence[Arrival],
     policy: PolicyName = "network-aware",
     faults: Sequence[Fault] = (),
+    offload_tokens: int = 0,
 ) -> tuple[Fleet, Result]:
     """Serve a trace to its end."""
-    fleet = Fleet(cluster, RouteConfig(policy=policy, block_tokens=512), 1, faults=faults)
+    fleet = Fleet(
+        cluster, RouteConfig(policy=policy, block_tokens=512, offload_tokens=offload_tokens), 1, faults=faults
+    )
     return fleet, fleet.run(arrivals)
 
 
