@@ -25,7 +25,7 @@ POLICY_NAMES: tuple[PolicyName, ...] = ("round-robin", "least-load", "prefix", "
 
 
 @st.composite
-def clusters(draw: st.DrawFn, levels: Sequence[Level] = ("fluid", "flow")) -> Cluster:
+def clusters(draw: st.DrawFn, levels: Sequence[Level] = ("fluid", "flow", "protocol")) -> Cluster:
     """Up to 3 + 3 workers, few slots and pages, NICs that are soon full."""
     computer = draw(st.sampled_from((None, PrefillModel(4_000.0, cache_blocks=20))))
     return Cluster(

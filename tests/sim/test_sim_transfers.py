@@ -19,7 +19,7 @@ BURST = Cluster(12, 1, INSTANT, decode_nic=1e9, prefill_nic=1e9, bytes_per_token
 """A thousand tokens are a gigabyte, and a second of a NIC."""
 
 
-@pytest.mark.parametrize("level", ["fluid", "flow"])
+@pytest.mark.parametrize("level", ["fluid", "flow", "protocol"])
 def test_twelve_at_once_into_one_worker_take_twelve_times_one(level: Level) -> None:
     cluster = replace(BURST, transfers=level)
     _, one = serve(cluster, [Arrival(0.0, 1_000, 1, ())], "round-robin")
@@ -30,7 +30,7 @@ def test_twelve_at_once_into_one_worker_take_twelve_times_one(level: Level) -> N
     assert all_of_them.carried["d0"] == pytest.approx(12e9)
 
 
-@pytest.mark.parametrize("level", ["fluid", "flow"])
+@pytest.mark.parametrize("level", ["fluid", "flow", "protocol"])
 def test_transfers_spread_over_the_nics_of_a_worker(level: Level) -> None:
     cluster = replace(BURST, transfers=level, decode_nics=4)
     fleet, result = serve(cluster, [Arrival(0.0, 1_000, 1, ())] * 12, "round-robin")
@@ -42,7 +42,7 @@ def test_transfers_spread_over_the_nics_of_a_worker(level: Level) -> None:
     assert out.log.landed.max() == pytest.approx(1.0, rel=1e-3)
 
 
-@pytest.mark.parametrize("level", ["fluid", "flow"])
+@pytest.mark.parametrize("level", ["fluid", "flow", "protocol"])
 def test_kv_goes_while_the_prompt_is_computed(level: Level) -> None:
     """What of the transfer is not hidden: nothing but a part where the NIC is fast, all but the computing where it is slow."""
     arrivals = [Arrival(0.0, 10_000, 2, ())]
