@@ -39,7 +39,8 @@ def test_transfers_spread_over_the_nics_of_a_worker(level: Level) -> None:
     check(fleet, result, [Arrival(0.0, 1_000, 1, ())] * 12)
     senders = replace(BURST, transfers=level, prefills=1, prefill_nics=4, decode_nics=4)
     _, out = serve(senders, [Arrival(0.0, 1_000, 1, ())] * 4, "round-robin")
-    assert out.log.landed.max() == pytest.approx(1.0, rel=1e-3)
+    # The protocol's chunks are multiples of 128 tokens, and a link waits for the credit of a whole one.
+    assert out.log.landed.max() == pytest.approx(1.0, rel=0.05 if level == "protocol" else 1e-3)
 
 
 @pytest.mark.parametrize("level", ["fluid", "flow", "protocol"])
