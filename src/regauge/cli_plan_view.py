@@ -176,7 +176,9 @@ def _times(plan: Plan, run: Simulated | None) -> Table:
         table.add_row(name, *(_range(x, seconds) for x in columns), _range(times.met, _percent))
     if run is not None:
         for name, found in (("first token, simulated", run.ttft), ("per token, simulated", run.tpot)):
-            table.add_row(name, *(seconds(x) for x in (found.mean, found.p50, found.p90, found.p99)), _percent(found.met))
+            table.add_row(
+                name, *(seconds(x) for x in (found.mean, found.p50, found.p90, found.p99)), _percent(found.met)
+            )
     table.add_row("goodput", _range(plan.goodput, _per_s), "", "", "", f"highest rate {_range(plan.most, _per_s)}")
     return table
 

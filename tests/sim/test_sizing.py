@@ -209,6 +209,16 @@ def test_a_narrow_network_binds_and_delta_sends_less() -> None:
     assert one.ttft.p90.value == ENDLESS
 
 
+def test_a_switch_that_is_too_small_says_which_fabric_would_do() -> None:
+    plan = answer(ask(prefill=pool(servers=80), decode=pool(servers=20)), changes=False)
+    assert plan.problems == ("network: 200 NICs need a port each, 128 ports of 400G has 128",)
+    assert plan.remedies[-1].startswith(
+        "network: 2 such switches, one for each rail, KV crossing from NIC i to NIC i: 200 ports of 256"
+    )
+    wide = answer(ask(prefill=pool(servers=160), decode=pool(servers=20)), changes=False)
+    assert wide.remedies[-1].startswith("network: a fat tree of ")
+
+
 def test_conversion_is_decided_by_the_planner_of_layouts() -> None:
     narrow = answer(ask(decode=pool(kv="fp8_e4m3,page=64")), changes=False)
     assert narrow.network.path == "CONVERT"

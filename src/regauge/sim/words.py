@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from regauge.errors import ConfigError
 from regauge.sim.ask import NETWORK_MOST, Ask, Side
 from regauge.sim.plan_result import ENDLESS, Network, PoolPlan
 from regauge.sim.pools import Facts
 from regauge.sim.sizing import State
+from regauge.sim.topology import Ends, FatTree, Rails
 
 
 def why(facts: Facts, side: Side, what: str) -> str:
@@ -63,8 +65,22 @@ def remedies(ask: Ask, prefill: PoolPlan, decode: PoolPlan, network: Network) ->
         if any(x >= ENDLESS for x in asked):
             found.append(f"{pool.side}: another device, instances that span more servers, or longer times in the SLO")
     if network.ports > network.ports_of:
-        found.append("network: a larger switch, or a fabric of several")
+        found.append(f"network: {fabric(prefill, decode, network.ports_of)}")
     return tuple(found)
+
+
+def fabric(prefill: PoolPlan, decode: PoolPlan, ports: int) -> str:
+    """Say which fabric of switches with so many ports joins all NICs at full rate: a switch for each rail, else a fat tree."""
+    ends = Ends(prefill.servers, decode.servers, prefill.nics, decode.nics)
+    try:
+        use = Rails(ends, switch_ports=ports).use()
+        return f"{use.switches} such switches, one for each rail, KV crossing from NIC i to NIC i: {use.used} ports of {use.ports}"
+    except ConfigError:  # more servers than a switch has ports
+        least = next((k for k in range(2, ports + 1, 2) if k**3 // 4 >= ends.nics), 0)
+    if not least:
+        return f"no three-tier fat tree of such switches has {ends.nics} ports: split the deployment"
+    use = FatTree(ends, least, 1.0).use()
+    return f"a fat tree of {use.switches} switches of {least} ports or more"
 
 
 def idle(prefill: PoolPlan, decode: PoolPlan) -> str:
