@@ -201,7 +201,7 @@ class State:
         load = self.facts.ask.workload
         kv = self.facts.prefill.kept.bytes(load.prompt)
         mean = min(self.rate / self.shape.prefill, 1.0 / self.service.mean) * load.mean(kv * self.prefill_s)
-        return Resident(mean, float(kv.max()))
+        return Resident(mean, percentile(0.99, kv, load.weight, Wait(0.0, ())))
 
     def holds(self) -> bool:
         """Say whether everything that the question asks is met."""
