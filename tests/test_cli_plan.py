@@ -58,8 +58,8 @@ def test_servers_that_are_too_few_are_told_what_would_do(capsys: pytest.CaptureF
     )  # fmt: skip
     assert code == 1
     assert "does not fit" in out
-    assert "decode: memory capacity asks for 4 servers of NVIDIA H200 SXM, 1 are there" in out
-    assert "would help: decode: 4 servers of NVIDIA H200 SXM" in out
+    assert "decode: memory capacity asks for 4 servers of NVIDIA H200 SXM in instances of 1, 1 are there" in out
+    assert "would help: 5 prefill and 2 decode servers, in instances of 1 and 2" in out
     assert "prefill has room" in out
 
 

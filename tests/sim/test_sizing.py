@@ -104,10 +104,13 @@ def test_the_servers_that_are_found_suffice_and_one_less_does_not() -> None:
     fewer = answer(ask(rate=150.0, prefill=pool(servers=plan.prefill.servers - 1)), changes=False)
     assert not fewer.fits
     assert (
-        f"prefill: TTFT asks for {plan.prefill.servers} servers of Card, {plan.prefill.servers - 1} are there"
+        f"prefill: TTFT asks for {plan.prefill.servers} servers of Card in instances of 1, {plan.prefill.servers - 1} are there"
         in fewer.problems
     )
-    assert f"prefill: {plan.prefill.servers} servers of Card" in fewer.remedies
+    assert fewer.remedies[0].startswith(
+        f"{plan.prefill.servers} prefill and {plan.decode.servers} decode servers, in instances of 1 and "
+    )
+    assert fewer.enough == plan.enough == (plan.prefill.servers, plan.decode.servers)
     one = answer(ask(rate=150.0, decode=pool(servers=1)), changes=False)
     assert any(p.startswith("decode: ") for p in one.problems)
     assert one.most.value < 150.0
@@ -196,6 +199,7 @@ def test_times_that_no_number_of_servers_meets() -> None:
     )
     assert any("a step of one request takes" in p for p in plan.problems)
     assert plan.goodput.high == 0.0
+    assert plan.enough == (0, 0)
 
 
 def test_a_narrow_network_binds_and_delta_sends_less() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from math import inf
 
 import numpy as np
@@ -38,12 +39,14 @@ def plan(found: Facts, with_: Shape, *, changes: bool = False) -> Plan:
     network = _network(found, with_, states)
     most = interval(_most(found, with_, s) for s in states)
     troubles = problems(ask, states[1], prefill, decode, network)
+    free = _free(found)
+    enough = (free.prefill_servers, free.decode_servers) if free is not None else (0, 0)
     ratio = _most_asked(prefill) / _most_asked(decode)
     result = Plan(
         ask, _mix(found, states), prefill, decode, network, _times(states, State.ttft, lambda s: s.ttft_mean, State.ttft_met),
         _times(states, State.tpot, lambda s: s.step_s, State.tpot_met),
-        interval(ask.workload.rate * m for m in met), most, ratio, _offload(found, with_, states[1], decode), troubles,
-        remedies(ask, prefill, decode, network), idle(prefill, decode), _assumed(found), found.fit, (),
+        interval(ask.workload.rate * m for m in met), most, ratio, _offload(found, with_, states[1], decode), enough, troubles,
+        remedies(ask, prefill, decode, network, free), idle(prefill, decode), _assumed(found), found.fit, (),
     )  # fmt: skip
     return what_if(result, with_, answer) if changes else result
 
@@ -161,6 +164,19 @@ def _mix(found: Facts, states: list[State]) -> Mix:
         load.name, load.rate, prompt, p99, prompt - cached, output, load.hit, load.rate * prompt, load.rate * cached,
         load.rate * output, interval(s.service.cv2 for s in states),
     )  # fmt: skip
+
+
+def _free(found: Facts) -> Shape | None:
+    """The servers that would be found if none were given; none if no number meets what is asked."""
+    ask = found.ask
+    pools = [replace(pool, servers=0) for pool in (ask.prefill, ask.decode)]
+    asked = (
+        found
+        if pools == [ask.prefill, ask.decode]
+        else facts(replace(ask, prefill=pools[0], decode=pools[1], points=()))
+    )
+    best = shape(asked)
+    return best if State(asked, best, ask.workload.rate, "low" if ask.sure else "value").holds() else None
 
 
 def _most_asked(pool: PoolPlan) -> float:

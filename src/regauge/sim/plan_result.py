@@ -197,6 +197,8 @@ class Plan:
     ratio: float
     """Prefill servers for one decode server that the work asks for, before rounding."""
     offload: Offload
+    enough: tuple[int, int]
+    """The fewest prefill and decode servers that meet what is asked, whatever number was given; (0, 0): no number does."""
     problems: tuple[str, ...]
     """What is not met; empty: the plan fits."""
     remedies: tuple[str, ...]

@@ -8,7 +8,7 @@ from dataclasses import replace
 from regauge.errors import ConfigError, LayoutError, Refused
 from regauge.sim.ask import Ask, Pool
 from regauge.sim.model import exactly
-from regauge.sim.plan_result import ENDLESS, Plan, PoolPlan, WhatIf
+from regauge.sim.plan_result import Plan, WhatIf
 from regauge.sim.sizing import Shape
 from regauge.sim.workload import Workload
 
@@ -82,15 +82,9 @@ def _row(change: str, ask: Ask, answer: Answer) -> WhatIf:
     try:
         plan = answer(ask, changes=False)
     except (Refused, ConfigError, LayoutError) as error:
-        return WhatIf(change, 0, 0, exactly(0.0), exactly(0.0), 0.0, str(error))
-    asked = " + ".join(_asked(pool, sure=ask.sure) for pool in (plan.prefill, plan.decode))
+        return WhatIf(change, 0, 0, exactly(0.0), exactly(0.0), 0.0, str(error).split(". What would")[0])
+    asked = "more than there can be" if plan.enough == (0, 0) else f"{plan.enough[0]} + {plan.enough[1]}"
     note = f"asks for {asked}" if plan.problems else f"fits; {plan.prefill.binds}, {plan.decode.binds} bind"
     return WhatIf(
         change, plan.prefill.servers, plan.decode.servers, plan.ttft.asked, plan.tpot.asked, plan.most.value, note
     )
-
-
-def _asked(pool: PoolPlan, *, sure: bool) -> str:
-    """The servers that a pool's constraints ask for."""
-    most = max(need.servers.high if sure else need.servers.value for need in pool.needs)
-    return "more than there can be" if most >= ENDLESS else f"{most:.0f}"
