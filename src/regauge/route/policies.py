@@ -18,7 +18,6 @@ from regauge.route.model import Estimate, View, estimate, stall
 from regauge.route.search import BEST, OVER_LIMIT, Search, cheapest, rooms, starts
 from regauge.route.state import Standing
 
-
 @dataclass(slots=True)
 class Pick:
     """A placement and what it is ordered by."""
@@ -36,7 +35,9 @@ SCORE = attrgetter("score")
 Policy = Callable[[Request, View], list[Pick]]
 
 
-def _least(standings: list[Standing], cost: Callable[[Standing], float], view: View) -> list[tuple[float, Standing]]:
+def _least(
+    standings: list[Standing], cost: Callable[[Standing], float], view: View
+) -> list[tuple[float, Standing]]:
     """Return the cheapest few; among equals chance decides, or the first worker would get all of an idle cluster's work."""
     costs = [cost(standing) for standing in standings]
     return [(costs[at], standings[at]) for at in cheapest(costs, view.rng.random() if len(costs) > 1 else 0.0)]
@@ -152,7 +153,9 @@ def offloaded(request: Request, view: View, picks: list[Pick]) -> list[Pick]:
 
     `picks` are the policy's own. Without any, decode computes whatever comes.
     """
-    alone = [pick for pick in (_priced(request, view, each) for each in view.alone) if pick]
+    alone = [
+        pick for pick in (_priced(request, view, each) for each in view.alone) if pick
+    ]
     alone.sort(key=SCORE)
     if not picks:
         return alone

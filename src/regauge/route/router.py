@@ -44,9 +44,7 @@ class Router:
     the decisions are the same, and of a route's candidates only the one that was taken is sure to be there.
     """
 
-    def __init__(
-        self, config: RouteConfig | None = None, seed: int = 0, *, max_queue: int | None = None, explain: bool = True
-    ) -> None:
+    def __init__(self, config: RouteConfig | None = None, seed: int = 0, *, max_queue: int | None = None, explain: bool = True) -> None:
         self.config = config = config or RouteConfig()
         self.max_queue = max_queue
         self.index = PrefixIndex(config.index_blocks, config.stale_s)

@@ -193,13 +193,4 @@ class Search:
         begin = now + queue + late
         landed, harm = decode.nic.finish(link.bytes_per_token * tokens, begin, begin + compute, now, link.bytes_per_s)
         transfer = landed - begin - compute + link.convert_s_per_token * tokens
-        return Found(
-            queue + compute + transfer + late + HARM * harm + over + held,
-            order,
-            start,
-            room,
-            transfer,
-            late,
-            harm,
-            link,
-        )
+        return Found(queue + compute + transfer + late + HARM * harm + over + held, order, start, room, transfer, late, harm, link)
