@@ -4,21 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Literal
 
 import numpy as np
 import pytest
 from hypothesis import strategies as st
 
 from regauge.config import RouteConfig
+from regauge.config_route import PolicyName
 from regauge.move.flow_types import POLICIES
 from regauge.sim.cluster import Cluster, Level, Result
 from regauge.sim.engines import DecodeModel, PrefillModel
 from regauge.sim.faults import Fault
 from regauge.sim.fleet import Fleet
-from regauge.sim.log import COMPLETE, FAILED
+from regauge.sim.log import COMPLETE
 from regauge.sim.trace import Arrival
 
-POLICY_NAMES = ("round-robin", "least-load", "prefix", "cache+load", "network-aware")
+KINDS: tuple[Literal["dead", "slow", "port"], ...] = ("dead", "slow", "port")
+POLICY_NAMES: tuple[PolicyName, ...] = ("round-robin", "least-load", "prefix", "cache+load", "network-aware")
 
 
 @st.composite
@@ -69,7 +72,7 @@ def schedules(draw: st.DrawFn, cluster: Cluster) -> tuple[Fault, ...]:
     workers = [f"p{i}" for i in range(cluster.prefills)] + [f"d{i}" for i in range(cluster.decodes)]
     faults = []
     for _ in range(draw(st.integers(0, 4))):
-        what = draw(st.sampled_from(("dead", "slow", "port")))
+        what = draw(st.sampled_from(KINDS))
         who = draw(st.sampled_from(sorted(cluster.all_ports()) if what == "port" else workers))
         factor = {"dead": None, "slow": 3.0, "port": draw(st.sampled_from((0.0, 0.5)))}[what]
         lasts = draw(st.sampled_from((0.5, 4.0, None)))
@@ -80,13 +83,14 @@ def schedules(draw: st.DrawFn, cluster: Cluster) -> tuple[Fault, ...]:
 def serve(
     cluster: Cluster,
     arrivals: Sequence[Arrival],
-    policy: str = "network-aware",
+    policy: PolicyName = "network-aware",
     faults: Sequence[Fault] = (),
-    **config: object,
+    offload_tokens: int = 0,
 ) -> tuple[Fleet, Result]:
     """Serve a trace to its end."""
-    settings = RouteConfig(policy=policy, block_tokens=512, **config)  # type: ignore[arg-type]
-    fleet = Fleet(cluster, settings, 1, faults=faults)
+    fleet = Fleet(
+        cluster, RouteConfig(policy=policy, block_tokens=512, offload_tokens=offload_tokens), 1, faults=faults
+    )
     return fleet, fleet.run(arrivals)
 
 
@@ -127,8 +131,3 @@ def check(fleet: Fleet, result: Result, arrivals: Sequence[Arrival]) -> None:
         assert prefill.waiting == 0
         assert prefill.queued_tokens() == 0
     assert all(abs(planned) < 1e-3 for planned in fleet.transfers.paths.planned.values())
-
-
-def ends(result: Result) -> int:
-    """Return how many requests failed."""
-    return int((result.log.outcome == FAILED).sum())

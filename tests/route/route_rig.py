@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
-
-from msgspec.structs import replace
 
 from regauge.config import RouteConfig
 from regauge.route.cluster import Link, Request, Route, Worker

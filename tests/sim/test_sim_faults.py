@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fleet_cases import POLICY_NAMES, check, clusters, schedules, serve, traces
+from regauge.config_route import PolicyName
 from regauge.errors import ConfigError
-from regauge.sim.cluster import Cluster
+from regauge.sim.cluster import Cluster, Level
 from regauge.sim.engines import DecodeModel, PrefillModel
 from regauge.sim.faults import Fault, read
 from regauge.sim.log import FAILED, Log
@@ -28,9 +29,9 @@ def same(one: Log, other: Log) -> bool:
 
 
 @given(st.data(), clusters(), traces(), st.sampled_from(POLICY_NAMES))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_whatever_goes_wrong_each_request_ends_once(
-    data: st.DataObject, cluster: Cluster, arrivals: list[Arrival], policy: str
+    data: st.DataObject, cluster: Cluster, arrivals: list[Arrival], policy: PolicyName
 ) -> None:
     faults = data.draw(schedules(cluster))
     fleet, result = serve(cluster, arrivals, policy, faults)
@@ -40,7 +41,7 @@ def test_whatever_goes_wrong_each_request_ends_once(
 
 
 @pytest.mark.parametrize("level", ["fluid", "flow"])
-def test_a_prefill_worker_that_dies_costs_a_second_attempt(level: str) -> None:
+def test_a_prefill_worker_that_dies_costs_a_second_attempt(level: Level) -> None:
     arrivals = [Arrival(0.0, 10_000, 10, ())]
     cluster = replace(SMALL, transfers=level)
     _, calm = serve(cluster, arrivals)
@@ -81,7 +82,7 @@ def test_a_request_waits_for_the_only_worker_or_stops() -> None:
 
 
 @pytest.mark.parametrize("level", ["fluid", "flow"])
-def test_a_port_that_is_down_holds_transfers_up_and_then_fails_them(level: str) -> None:
+def test_a_port_that_is_down_holds_transfers_up_and_then_fails_them(level: Level) -> None:
     arrivals = [Arrival(0.0, 10_000, 5, ())]
     cluster = replace(SMALL, prefills=1, decodes=1, transfers=level)
     _, calm = serve(cluster, arrivals)

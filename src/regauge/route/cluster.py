@@ -6,6 +6,7 @@ Times are seconds (of one clock, the caller's), sizes tokens, pages or bytes, as
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -36,7 +37,8 @@ class Load(msgspec.Struct, frozen=True, gc=False):
     """Number of its newest prefix-cache event; None: it gives no events."""
 
 
-class Worker(msgspec.Struct, frozen=True, gc=False):
+@dataclass(frozen=True, slots=True)
+class Worker:
     """What does not change while a worker lives."""
 
     name: str
@@ -58,7 +60,8 @@ class Worker(msgspec.Struct, frozen=True, gc=False):
     """Tokens that its prefix cache holds; None: as its reported pool, or `route.assumed_tokens`. Counts only if it gives no events."""
 
 
-class Link(msgspec.Struct, frozen=True, gc=False):
+@dataclass(frozen=True, slots=True)
+class Link:
     """A pair of workers: how KV crosses between them, and how busy decode's NIC is."""
 
     prefill: str

@@ -17,12 +17,11 @@ from random import Random
 from typing import NamedTuple
 
 from regauge.config_route import RouteConfig
-from regauge.route.cluster import Candidate, Link, Request
-from regauge.route.state import Standing
+from regauge.route.cluster import Candidate, Request
+from regauge.route.state import UNKNOWN, Standing
 
 HARM: float = 0.5
 """What a second by which a request's KV delays others' counts against a second of its own."""
-UNKNOWN = Link("", "")
 
 
 @dataclass(slots=True)

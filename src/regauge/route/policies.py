@@ -29,8 +29,6 @@ class Pick:
     """If the policy has made one."""
 
 
-NOTHING_S: Final = 1e-9
-"""A pair that is better by less is not looked for."""
 SCORE = attrgetter("score")
 Policy = Callable[[Request, View], list[Pick]]
 
@@ -116,24 +114,17 @@ def network_aware(request: Request, view: View) -> list[Pick]:
 
     All decode workers are looked at with the best prefill worker, then the best of them with the other good ones.
     """
-    around, now = rooms(request, view), view.now
-    # All of the few best decode workers are needed for the others, unless there are no more.
-    search = Search(request.tokens, now, view.few if len(around) <= BEST else BEST)
-    first = True
-    for start in starts(request, view):
-        if first:
-            first = False
-            if search.look(start, around) and len(around) > BEST:
-                around = [found.room for found in search.best]
-            # Where the best prefill worker is refused by some, or all, all are looked at with the others, too.
-            search.few = view.few
-            del search.best[view.few :]
-        elif len(search.best) >= view.few and start[2] + start[3] >= search.best[0][0]:
+    search, around = Search(request, view), rooms(request, view)
+    first, *others = starts(request, view) or [None]
+    if first is None:
+        return []
+    search.first(first, around)
+    best = search.best
+    for start in others:
+        if len(best) >= view.few and start[2] + start[3] >= best[0].score:
             break  # its own terms alone are more than the best pair's
-        elif view.few > 1 or start[2] + start[3] + start[0].tail(view.decodes) < search.best[0][0] - NOTHING_S:
-            search.look(start, around)
-    tokens, few = request.tokens, search.best[: view.few]
-    return [Pick(found[0], found.start[0], found.room[0], found.estimate(tokens, now)) for found in few]
+        search.look(start)
+    return [Pick(found.score, found.start[0], found.room[0], search.estimate(found)) for found in best]
 
 
 def _priced(request: Request, view: View, decode: Standing) -> Pick | None:

@@ -7,14 +7,14 @@ decode; pairs are priced in the order of their bounds, until the next bound is b
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import inf
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, cast
 
 from regauge.route.cluster import Link, Request
-from regauge.route.model import HARM, UNKNOWN, Estimate, View
+from regauge.route.model import HARM, Estimate, View
 from regauge.route.nic import TAIL_S
-from regauge.route.state import Standing
+from regauge.route.state import UNKNOWN, Standing
 
 BEST: Final = 4
 """Prefill workers, and decode workers, whose pairs are looked at."""
@@ -34,6 +34,10 @@ Room = tuple[Standing, float, float, float]
 the requests there: of equally good workers the one with fewer will be faster for longer."""
 
 
+NOTHING_S: Final = 1e-9
+"""A pair that is better by less need not be found, where only the best is wanted."""
+
+
 class Found(NamedTuple):
     """A pair that was priced. They sort by score; equal ones by when they were looked at."""
 
@@ -46,14 +50,10 @@ class Found(NamedTuple):
     harm_s: float
     link: Link
 
-    def estimate(self, tokens: int, now: float) -> Estimate:
-        """Return it as what a policy gives."""
-        prefill, cached, queue, compute = self.start
-        decode, link, late = self.room[0], self.link, self.late_s
-        return Estimate(
-            prefill, decode, cached, queue, compute, self.transfer_s, late, self.harm_s, decode.tpot_s(),
-            link.bytes_per_token * tokens, now + queue + late, link.bytes_per_s > 0,
-        )  # fmt: skip
+
+_found = cast("Callable[[type[Found], Sequence[object]], Found]", tuple.__new__)
+_estimate = cast("Callable[[type[Estimate], Sequence[object]], Estimate]", tuple.__new__)
+"""Two thirds of the time of the classes' own ways."""
 
 
 def cheapest(costs: Sequence[float], chance: float) -> list[int]:
@@ -115,23 +115,85 @@ def rooms(request: Request, view: View) -> list[Room]:
 
 
 class Search:
-    """One request's search. `few`: how many of the best pairs are kept."""
+    """One request's search: `first` with the best prefill worker, then `look` at the others; `best` has the few best pairs so far, in order."""
 
-    __slots__ = ("_now", "_order", "_tokens", "best", "few")
+    __slots__ = ("_around", "_few", "_first", "_floors", "_now", "_order", "_sure", "_tokens", "_view", "best")
 
-    def __init__(self, tokens: int, now: float, few: int) -> None:
-        self.few = few
+    def __init__(self, request: Request, view: View) -> None:
         self.best: list[Found] = []
-        """In order."""
-        self._tokens = tokens
-        self._now = now
+        self._view = view
+        self._now, self._tokens, self._few = view.now, request.tokens, view.few
         self._order = 0
+        self._first: Start | None = None
+        self._around: list[Room] = []
+        """Decode workers that the others are looked at with,"""
+        self._floors: list[tuple[float, float]] = []
+        """and their scores with the first one, or bounds of them from below, with what of it is for delaying others."""
+        self._sure = True
+        """Whether all of those are to be looked at: of many, only the few that are best with the first one are."""
 
-    def look(self, start: Start, rooms: Sequence[Room]) -> bool:
-        """Look at one prefill worker's pairs with some decode workers; return whether all of them are possible."""
+    def first(self, start: Start, rooms: list[Room]) -> None:
+        """Look at the best prefill worker's pairs with all decode workers."""
+        self._around, self._first = rooms, start
+        if self._look(start, rooms, self._floors):
+            self._sure = len(rooms) <= BEST
+            if self._few == BEST:
+                self._narrow(self.best)
+        else:
+            # Where the best prefill worker is refused by some, or all, all are looked at with the others.
+            self._floors = []
+
+    def look(self, start: Start) -> None:
+        """Look at another prefill worker's pairs."""
+        if self._few == 1 and self._floors:
+            rooms = self._better(start)
+            if rooms and not self._sure:
+                wide = Search(Request("", tokens=self._tokens), self._view)
+                wide._few = BEST
+                wide._look(self._first, self._around, [])
+                self._narrow(wide.best)
+                rooms = self._better(start)
+        else:
+            rooms = self._around
+        if rooms:
+            self._look(start, rooms, [])
+
+    def _narrow(self, best: list[Found]) -> None:
+        if not self._sure:
+            self._around = [found.room for found in best]
+            self._floors = [(found.score, HARM * found.harm_s) for found in best]
+            self._sure = True
+
+    def _better(self, start: Start) -> list[Room]:
+        """Return the decode workers with which another prefill worker may be better than the best pair."""
+        first = self._first
+        if first is None or any([room[1] for room in self._around]) or not start[0].alike(first[0], self._view.decodes):
+            return self._around
+        # Nobody waits for decode, and the computation is done no earlier than with the first one. What begins later by d lands no earlier, and
+        # delays others by at most d less; what begins earlier by d lands at most d earlier, and delays others no less.
+        later, enough = start[2] - first[2], self.best[0].score - NOTHING_S
+        both = zip(self._around, self._floors, strict=True)
+        if later < 0:
+            return [room for room, (score, _) in both if score + later < enough]
+        less = HARM * later
+        return [room for room, (score, harm) in both if score - (harm if harm < less else less) < enough]
+
+    def estimate(self, found: Found) -> Estimate:
+        """Return a pair as what a policy gives."""
+        _, _, start, room, transfer, late, harm, link = found
+        prefill, cached, queue, compute = start
+        return _estimate(
+            Estimate,
+            (
+                prefill, room[0], cached, queue, compute, transfer, late, harm, room[0].tpot_s(),
+                link.bytes_per_token * self._tokens, self._now + queue + late, link.bytes_per_s > 0,
+            ),
+        )  # fmt: skip
+
+    def _look(self, start: Start, rooms: Sequence[Room], floors: list[tuple[float, float]]) -> bool:
         prefill, _, queue, compute = start
         now, tokens, order, links = self._now, self._tokens, self._order, prefill.links
-        limit = self.best[self.few - 1][0] if len(self.best) >= self.few else inf
+        limit = self.best[self._few - 1][0] if len(self.best) >= self._few else inf
         bounds = []
         possible = True
         for room in rooms:
@@ -143,13 +205,13 @@ class Search:
             order += 1
             late = wait - queue if wait > queue else 0.0
             begin = now + queue + late
-            landed, harm = begin + compute, 0.0
-            nic, rate = decode.nic, link.bytes_per_s
+            landed, nic, rate = begin + compute, decode.nic, link.bytes_per_s
+            exact, harm = nic.idle or not rate, 0.0
             if rate:
                 if nic.rate and nic.rate < rate:
                     rate = nic.rate
                 size, landed = link.bytes_per_token * tokens, landed + TAIL_S
-                if nic.idle:
+                if exact:
                     sent = begin + size / rate
                 else:
                     front, ours = nic.least(size, begin, now, rate)
@@ -159,27 +221,27 @@ class Search:
             # In the order of `_price`, so that what is equal stays so.
             transfer = landed - begin - compute + link.convert_s_per_token * tokens
             score = queue + compute + transfer + late + harm + over + held
-            if not rate or nic.idle:
-                if score < limit:
-                    limit = self._keep(Found(score, order, start, room, transfer, late, 0.0, link))
-            else:
+            floors.append((score, harm))
+            if not exact:
                 score -= SLACK * score + SLACK_NOW * now
                 if score <= limit:
                     bounds.append((score, order, room, link))
-        self._order = order
-        if bounds:
-            bounds.sort()
-            for score, order, room, link in bounds:
-                if score > limit:
-                    break
-                found = self._price(start, room, link, order)
-                if found[0] <= limit:
-                    limit = self._keep(found)
+            elif score < limit:
+                limit = self._keep(_found(Found, (score, order, start, room, transfer, late, 0.0, link)))
+        self._order, order = order, self._order + 1
+        bounds.sort()
+        for score, number, room, link in bounds:
+            if score > limit:
+                break
+            found = self._price(start, room, link, number)
+            floors[number - order] = found.score, HARM * found.harm_s
+            if found[0] <= limit:
+                limit = self._keep(found)
         return possible
 
     def _keep(self, found: Found) -> float:
         """Keep a pair if it is among the best; return the score that the next one needs."""
-        best, few = self.best, self.few
+        best, few = self.best, self._few
         insort(best, found)
         if len(best) > few:
             best.pop()
@@ -193,4 +255,5 @@ class Search:
         begin = now + queue + late
         landed, harm = decode.nic.finish(link.bytes_per_token * tokens, begin, begin + compute, now, link.bytes_per_s)
         transfer = landed - begin - compute + link.convert_s_per_token * tokens
-        return Found(queue + compute + transfer + late + HARM * harm + over + held, order, start, room, transfer, late, harm, link)
+        score = queue + compute + transfer + late + HARM * harm + over + held
+        return _found(Found, (score, order, start, room, transfer, late, harm, link))

@@ -13,7 +13,7 @@ from typing import Final
 
 from regauge.route.cluster import Link, Load, Worker
 from regauge.route.health import Breaker
-from regauge.route.nic import TAIL_S, Nic
+from regauge.route.nic import Nic
 from regauge.route.why import Record
 
 TRANSIT_S: Final = 0.02
@@ -30,6 +30,8 @@ OLD_S: Final = 5.0
 """A speed that was not measured for so long may be wrong: an idle worker gets a prompt whatever is predicted, to be measured anew."""
 MEMORY_S: Final = 20.0
 """Seconds of computing after which what was measured counts 1/e."""
+UNKNOWN: Final = Link("", "")
+Ways = tuple[tuple[float, float, float], ...]
 HOLD_S: Final = 5.0
 """How long a request holds its place in decode, until that is measured."""
 
@@ -119,7 +121,7 @@ class Standing:
     attention_s: float = 0.0
     """As of `worker`: read for every request."""
     _decodes: list[Standing] | None = None
-    _tail_s: float = 0.0
+    _ways: Ways | None = None
 
     def __post_init__(self) -> None:
         self.name = self.worker.name
@@ -150,23 +152,32 @@ class Standing:
         attention = self.attention_s * tokens * (cached + tokens / 2) if self.attention_s else 0.0
         return self.overhead_s + tokens / self.speed + attention
 
-    def tail(self, decodes: list[Standing]) -> float:
-        """Return what a transfer to any of these workers takes after the computation, at least. The list is taken to be the same while it is the same object."""
-        if decodes is not self._decodes:
-            links = self.links
-            paced = all([each.name in links and links[each.name].bytes_per_s > 0 for each in decodes])
-            self._decodes, self._tail_s = decodes, TAIL_S if paced else 0.0
-        return self._tail_s
+    def ways(self, decodes: list[Standing]) -> Ways:
+        """Return what its links to these workers are like. The list is taken to be the same while it is the same object."""
+        if self._ways is None or decodes is not self._decodes:
+            links = [self.links.get(each.name, UNKNOWN) for each in decodes]
+            self._decodes = decodes
+            self._ways = tuple([(each.bytes_per_token, each.bytes_per_s, each.convert_s_per_token) for each in links])
+        return self._ways
+
+    def alike(self, other: Standing, decodes: list[Standing]) -> bool:
+        """Return whether its links to these workers are like another prefill worker's."""
+        mine, theirs = self.ways(decodes), other.ways(decodes)
+        if mine is not theirs:
+            if mine != theirs:
+                return False
+            self._ways = theirs  # so that it is seen at once the next time
+        return True
 
     def linked(self, link: Link) -> None:
         """Take the state of a pair of which this is the prefill worker."""
         self.links[link.decode] = link
-        self._decodes = None
+        self._ways = None
 
     def unlinked(self, decode: str) -> None:
         """A decode worker has left."""
         self.links.pop(decode, None)
-        self._decodes = None
+        self._ways = None
 
     def waiting_s(self, now: float) -> float:
         """Return the seconds of computation that a prompt which comes now finds in front of it."""

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import cast, get_args
-
-from msgspec.structs import replace
 
 from regauge.blocks import CacheEvent, CacheNews, Cleared, Stored
 from regauge.route import cluster

@@ -29,6 +29,8 @@ __all__ = ["Cluster", "Fleet", "Knowledge", "Result"]
 LIMITS = frozenset(("deadline", "tpot", "overload"))
 """Refusals that a client sees as 429."""
 PROGRESS = 256
+HEARD = 0.8
+"""Of `route.stale_s`, after which a worker is asked though it has nothing new to say."""
 
 
 class Fleet:
@@ -175,7 +177,7 @@ class Fleet:
     def _report(self, _: object) -> None:
         """Workers and NICs report, and cache events are fetched. One that has nothing new to say is asked now and then only, so that it counts as heard of."""
         now, router = self.clock.now, self.router
-        every = max(1, int(router.config.stale_s / 3 / self.cluster.report_s))
+        every = max(1, int(router.config.stale_s * HEARD / self.cluster.report_s))
         all_of_them = self._reports % every == 0
         self._reports += 1
         for prefill in self.prefills.values():
