@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from regauge.errors import ConfigError, Refused
 from regauge.layout.presets import load_named
-from regauge.sim.answer import answer
+from regauge.sim.answer import answer, plan
 from regauge.sim.ask import Ask, Pool, Slo
 from regauge.sim.devices import Accelerator, Catalogue, Figure, Nic, shipped
 from regauge.sim.memory import kept
@@ -327,3 +327,28 @@ def test_unlike_prompts_and_bursts_wait_longer() -> None:
     bursts = answer(ask(workload=replace(ask(30.0).workload, arrival_cv2=8.0), prefill=pool(servers=6)), changes=False)
     assert spread(even) < spread(uneven)
     assert even.ttft.mean.value < bursts.ttft.mean.value
+
+
+@QUICK
+@given(
+    rate=st.sampled_from([0.5, 20.0, 400.0]), hit=st.sampled_from([0.0, 0.9]), given_=st.tuples(st.integers(0, 30), st.integers(0, 8)),
+    slo=st.builds(Slo, st.sampled_from([0.1, 1.0, 30.0]), st.sampled_from([0.011, 0.03, 0.1]), st.sampled_from([0.5, 0.99])),
+    memory_gb=st.sampled_from([12.0, 50.0]), wide=st.booleans(),
+)  # fmt: skip
+def test_a_plan_fits_where_its_servers_hold(
+    rate: float, hit: float, given_: tuple[int, int], slo: Slo, memory_gb: float, *, wide: bool
+) -> None:
+    load = of_lengths(Lengths(4000, 30_000 if wide else 0), Lengths(200), rate, hit=hit)
+    question = ask(
+        memory_gb=memory_gb, workload=load, slo=slo, prefill=pool(servers=given_[0]), decode=pool(servers=given_[1])
+    )
+    try:
+        found = facts(question)
+    except Refused:
+        return
+    with_ = shape(found)
+    answered = plan(found, with_)
+    assert State(found, with_, rate, "value").holds() == (
+        not [p for p in answered.problems if not p.startswith("network: ")]
+    )
+    assert not answered.fits or answered.most.value >= rate * 0.999
