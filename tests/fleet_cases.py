@@ -25,7 +25,7 @@ POLICY_NAMES: tuple[PolicyName, ...] = ("round-robin", "least-load", "prefix", "
 
 
 @st.composite
-def clusters(draw: st.DrawFn, levels: Sequence[Level] = ("fluid", "flow")) -> Cluster:
+def clusters(draw: st.DrawFn, levels: Sequence[Level] = ("fluid", "flow", "protocol")) -> Cluster:
     """Up to 3 + 3 workers, few slots and pages, NICs that are soon full."""
     computer = draw(st.sampled_from((None, PrefillModel(4_000.0, cache_blocks=20))))
     return Cluster(
@@ -52,8 +52,8 @@ def clusters(draw: st.DrawFn, levels: Sequence[Level] = ("fluid", "flow")) -> Cl
 
 @st.composite
 def traces(draw: st.DrawFn) -> list[Arrival]:
-    """Up to 25 requests, some of which wait for others."""
-    count = draw(st.integers(1, 25))
+    """Up to 15 requests, some of which wait for others."""
+    count = draw(st.integers(1, 15))
     gaps = draw(st.lists(st.sampled_from((0.0, 0.05, 0.5)), min_size=count, max_size=count))
     arrivals: list[Arrival] = []
     at = 0.0
