@@ -14,6 +14,8 @@ class Clock:
         self.now = 0.0
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._asked = 0
+        self.ran = 0
+        """Events so far."""
 
     def at(self, when: float, what: Callable[[], None]) -> None:
         """Have something run at a time; a time that has passed means now."""
@@ -28,4 +30,5 @@ class Clock:
         """Run until nothing is due any more, or not before `until`."""
         while self._due and self._due[0][0] <= until:
             self.now, _, what = heapq.heappop(self._due)
+            self.ran += 1
             what()

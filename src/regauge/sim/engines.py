@@ -54,6 +54,7 @@ class Task:
     blocks: tuple[int, ...]
     cached: int = 0
     prefilled: float = 0.0
+    seated: float = 0.0
     began: float = 0.0
     first: float = 0.0
     ended: float = 0.0

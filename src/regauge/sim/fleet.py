@@ -5,7 +5,7 @@ The router knows what the gateway knows: answers as they come, a report of each 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from regauge.config_route import RouteConfig
@@ -13,6 +13,7 @@ from regauge.route.cluster import Link, Load, Refusal, Request, Worker
 from regauge.route.router import Router
 from regauge.sim.clock import Clock
 from regauge.sim.engines import Decode, DecodeModel, Prefill, PrefillModel, Task
+from regauge.sim.log import COMPLETE, LIMITED, REFUSED, Log, Rows
 from regauge.sim.network import Flow, Network
 from regauge.sim.trace import Arrival
 
@@ -50,45 +51,78 @@ class Knowledge:
     """Without: each booking is taken back at once, so that reports are all that it has."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Result:
-    """What became of the requests."""
+    """What became of the requests, and what it took. SIMULATED."""
 
-    tasks: list[Task]
-    refused: int
+    log: Log
     seconds: float
-    prefill_busy: float
-    """Share of the time, mean of the workers."""
-    decode_nic_busy: float
-    cached_tokens: int
-    prompt_tokens: int
-    seats_most: int
+    """Of the clock, from the start to the last event."""
+    busy: Mapping[str, float]
+    """Seconds that each worker worked."""
+    carried: Mapping[str, float]
+    """Bytes that crossed each port."""
+    ports: Mapping[str, float]
+    """Bytes per second of each."""
+    decisions: Mapping[str, int]
+    """Of the router: placed, and refusals by reason."""
+    events: int
+    """Of the clock."""
+    seats_most: int = 0
+    """Most requests that one decode worker held at a report."""
+
+    @property
+    def refused(self) -> int:
+        """Requests that were not taken."""
+        return int(((self.log.outcome == LIMITED) | (self.log.outcome == REFUSED)).sum())
 
     @property
     def hit(self) -> float:
-        """Share of prompt tokens that were cached."""
-        return self.cached_tokens / max(1, self.prompt_tokens)
+        """Share of prompt tokens that were cached, of complete requests."""
+        mask = self.log.complete
+        return float(self.log.cached[mask].sum() / max(1, self.log.prompt[mask].sum()))
+
+    @property
+    def prefill_busy(self) -> float:
+        """Share of the time that prefill workers computed, mean of all."""
+        shares = [busy / self.seconds for name, busy in self.busy.items() if name.startswith("p")]
+        return sum(shares) / max(1, len(shares))
+
+    @property
+    def decode_nic_busy(self) -> float:
+        """Share of what decode's NICs can carry that they carried, mean of all."""
+        shares = [
+            self.carried[p] / self.seconds / rate
+            for p, rate in self.ports.items()
+            if p.startswith("d") and not p.startswith("down")
+        ]
+        return sum(shares) / max(1, len(shares))
 
     def ttfts(self) -> list[float]:
         """Return the times to the first token."""
-        return [task.first - task.arrived for task in self.tasks]
+        return [float(each) for each in self.log.ttft()]
 
     def tpots(self) -> list[float]:
         """Return the times per output token of requests with more than one."""
-        return [(task.ended - task.first) / (task.output - 1) for task in self.tasks if task.output > 1]
+        return [float(each) for each in self.log.tpot()]
 
 
 class Fleet:
     """One run. `warm`: requests at the start that are served and not counted."""
 
     def __init__(
-        self, cluster: Cluster, config: RouteConfig, seed: int = 0, knowledge: Knowledge = Knowledge()
+        self,
+        cluster: Cluster,
+        config: RouteConfig,
+        seed: int = 0,
+        knowledge: Knowledge = Knowledge(),
     ) -> None:
         self.cluster, self.knowledge = cluster, knowledge
         self.clock = Clock()
         self.router = Router(config, seed)
-        self.refusals: list[Refusal] = []
-        self.done: list[Task] = []
+        self._rows = Rows()
+        self._warm = self._ends = 0
+        self._progress: Callable[[int], None] | None = None
         self._flows: dict[str, Flow] = {}
         self._sent: dict[str, tuple[Prefill, Decode]] = {}
         self._seats_most = 0
@@ -105,29 +139,41 @@ class Fleet:
         }
         self._join()
 
-    def run(self, arrivals: Sequence[Arrival], warm: int = 0) -> Result:
-        """Serve the arrivals; return what became of those after the first `warm`."""
-        self._arriving = True
+    def run(
+        self, arrivals: Iterable[Arrival], *, warm: int = 0, progress: Callable[[int], None] | None = None
+    ) -> Result:
+        """Serve the arrivals; the log has those after the first `warm`. `progress` is told now and then how many are over."""
+        self._arriving, self._warm, self._progress = True, warm, progress
+        last = 0.0
         for number, arrival in enumerate(arrivals):
             self.clock.at(arrival.at, lambda number=number, arrival=arrival: self._arrive(number, arrival))  # type: ignore[misc]
-        self.clock.at(arrivals[-1].at, self._last)
+            last = arrival.at
+        self.clock.at(last, self._last)
         self._report()
         self.clock.run()
-        begin = arrivals[warm].at
         seconds = max(self.clock.now, 1e-9)
-        counted = [task for task in self.done if task.arrived >= begin]
+        busy = {name: each.busy_s for name, each in self.prefills.items()}
         return Result(
-            counted,
-            len(self.refusals),
-            seconds,
-            sum(each.busy_s for each in self.prefills.values()) / len(self.prefills) / seconds,
-            sum(self.network.carried[name] for name in self.decodes)
-            / len(self.decodes)
-            / seconds
-            / self.cluster.decode_nic,
-            sum(task.cached for task in counted),
-            sum(task.tokens for task in counted),
-            self._seats_most,
+            self._rows.log(), seconds, busy, dict(self.network.carried), dict(self.network.ports),
+            dict(self.router.decisions), self.clock.ran, self._seats_most,
+        )  # fmt: skip
+
+    def _over(self, task: Task, outcome: int, prefill: int = -1, decode: int = -1) -> None:
+        number = int(task.id[1:])
+        self._ends += 1
+        if self._progress is not None and self._ends % 256 == 0:
+            self._progress(self._ends)
+        if number < self._warm:
+            return
+        nan, done = float("nan"), outcome == COMPLETE
+        times = (
+            (task.seated, task.began, task.prefilled, task.first, task.first, task.ended)
+            if done
+            else (nan,) * 5 + (self.clock.now,)
+        )
+        sent = task.tokens * self.cluster.bytes_per_token if done else 0.0
+        self._rows.add(
+            (number, task.arrived, task.tokens, task.cached, task.output, prefill, decode, *times, sent, 1, outcome)
         )
 
     def _prefill(self, index: int) -> Prefill:
@@ -191,7 +237,8 @@ class Fleet:
         task = Task(f"r{number}", now, arrival.tokens, arrival.output, arrival.blocks)
         decided = router.route(Request(task.id, tokens=task.tokens, blocks=blocks, max_tokens=task.output), now)
         if isinstance(decided, Refusal):
-            self.refusals.append(decided)
+            limited = decided.reason in ("deadline", "tpot", "overload")
+            self._over(task, LIMITED if limited else REFUSED)
             return
         assert decided.prefill is not None  # noqa: S101  # no decode worker here says that it computes prompts
         if not self.knowledge.bookings:
@@ -204,6 +251,7 @@ class Fleet:
     def _seated(self, task: Task) -> None:
         """Decode has a slot and pages: the prompt may be computed."""
         prefill, decode = self._sent[task.id]
+        task.seated = self.clock.now
         flow = self.network.open(self._ports(prefill.name, decode.name), lambda: self._landed(task))
         self._flows[task.id] = flow
         prefill.submit(task)
@@ -223,6 +271,6 @@ class Fleet:
 
     def _ended(self, task: Task) -> None:
         self.router.finished(task.id, self.clock.now)
-        del self._sent[task.id]
+        prefill, decode = self._sent.pop(task.id)
         self._open -= 1
-        self.done.append(task)
+        self._over(task, COMPLETE, int(prefill.name[1:]), int(decode.name[1:]))
