@@ -135,9 +135,7 @@ def _pyarrow() -> tuple[Any, Any]:
         import pyarrow as arrow
         from pyarrow import parquet
     except ImportError as error:
-        raise ConfigError(
-            "Parquet needs pyarrow: pip install 'regauge[plan]', or write CSV with --csv"
-        ) from error
+        raise ConfigError("Parquet needs pyarrow: pip install 'regauge[plan]', or write CSV with --csv") from error
     return arrow, parquet
 
 
