@@ -52,6 +52,8 @@ class Report(msgspec.Struct, frozen=True):
     trace: dict[str, Any]
     """What was replayed: name, requests, span, tokens."""
     versions: dict[str, str]
+    notes: list[str]
+    """What the reader must know of the setup and the trace."""
     note: str = NOTE
     version: int = VERSION
 

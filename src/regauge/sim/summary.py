@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Sequence
 from math import nan
 
 import msgspec
@@ -11,7 +12,8 @@ from numpy.typing import NDArray
 
 from regauge.errors import ConfigError
 from regauge.sim.confidence import Estimate, estimate
-from regauge.sim.log import Log
+from regauge.sim.fleet import Result
+from regauge.sim.log import COLUMNS, Log
 
 OUTCOMES = ("complete", "limited", "refused", "failed")
 """Of a request, by its number in the log's column `outcome`: limited is a 429, since it would have come too late."""
@@ -61,10 +63,9 @@ class Summary(msgspec.Struct, frozen=True):
         return max([*self.busy.items(), *self.ports.items()], key=lambda each: each[1], default=("nothing", 0.0))
 
 
-def summarize(
-    log: Log, *, ttft_s: float, tpot_s: float, seconds: float, busy: Mapping[str, float], ports: Mapping[str, float]
-) -> Summary:
-    """Return the figures of a run's log against an SLO. `busy` and `ports`: parts of the time, of `seconds`."""
+def summarize(result: Result, ttft_s: float, tpot_s: float, warm: int = 0) -> Summary:
+    """Return the figures of a run against an SLO, without its first `warm` requests."""
+    log = Log(*(getattr(result.log, name)[warm:] for name in COLUMNS))
     done, window = log.complete, _window(log)
     ttft, tokens = (log.first - log.at)[done], log.output[done]
     # A request of one token has no time per token, and breaks no limit of it.
@@ -80,9 +81,9 @@ def summarize(
         output_tokens_per_s=float(tokens.sum()) / window,
         hit=float(log.cached[done].sum()) / max(1.0, float(log.prompt[done].sum())),
         nbytes=float(np.nansum(log.nbytes)),
-        seconds=seconds,
-        busy=dict(busy),
-        ports=dict(ports),
+        seconds=result.seconds,
+        busy={name: busy / result.seconds for name, busy in result.busy.items()},
+        ports={port: result.carried[port] / result.seconds / rate for port, rate in result.ports.items() if rate > 0},
     )
 
 
@@ -119,7 +120,7 @@ def flat(summary: Summary) -> dict[str, float]:
     }
     rows |= {name: float(summary.outcomes[name]) for name in OUTCOMES[1:]}
     prefill, decode = ([v for k, v in summary.busy.items() if k.startswith(kind)] for kind in "pd")
-    inward = [share for name, share in summary.ports.items() if name.startswith("d")]
+    inward = [share for name, share in summary.ports.items() if re.match(r"d\d", name)]
     for name, values in (("prefill_busy", prefill), ("decode_busy", decode), ("decode_nics", inward)):
         rows[name] = float(np.mean(values)) if values else nan
     return rows

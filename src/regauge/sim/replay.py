@@ -1,0 +1,107 @@
+"""A scenario's cases, each with each seed, run and summed up. What is random is the seed's alone: cases of one seed see the same requests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from regauge.config_route import RouteConfig
+from regauge.sim.arrivals import Requests
+from regauge.sim.confidence import Estimate, paired
+from regauge.sim.fleet import Cluster, Fleet, Result
+from regauge.sim.results import Report, Run, versions
+from regauge.sim.scenario import Scenario
+from regauge.sim.setup import Setup, prepare
+from regauge.sim.summary import Summary, flat, pooled, summarize
+
+Progress = Callable[[int, float], None]
+"""Told requests over, and seconds simulated."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One row of a comparison."""
+
+    name: str
+    route: RouteConfig
+    flow: str
+
+
+def cases(scenario: Scenario) -> list[Case]:
+    """Return what is compared: all routing policies with all flow controls that the scenario names."""
+    policies = list(dict.fromkeys(scenario.run.policies)) or [scenario.route.policy]
+    flows = list(dict.fromkeys(scenario.run.flows)) or [scenario.network.flow]
+    return [
+        Case(policy if len(flows) == 1 else f"{policy}, {flow}", replace(scenario.route, policy=policy), flow)
+        for policy in policies
+        for flow in flows
+    ]
+
+
+replace = msgspec.structs.replace
+
+
+def seeds(scenario: Scenario) -> list[int]:
+    """Return the scenario's seeds."""
+    return [scenario.run.first_seed + i for i in range(scenario.run.seeds)]
+
+
+def cluster(scenario: Scenario, setup: Setup, block: int) -> Cluster:
+    """Return the simulator's cluster."""
+    slow = {int(name[1:]): speed for name, speed in scenario.prefill.speeds.items()}
+    racks = scenario.network.racks
+    inward = sum(setup.decode_nics)
+    uplink = inward * scenario.decode.servers / racks / scenario.network.oversubscribed
+    return Cluster(
+        scenario.prefill.servers,
+        scenario.decode.servers,
+        setup.prefill,
+        setup.decode,
+        slow,
+        setup.bytes_per_token,
+        sum(setup.prefill_nics),
+        inward,
+        racks,
+        uplink if racks > 1 else 0.0,
+        block=block,
+    )
+
+
+def play(
+    scenario: Scenario, setup: Setup, case: Case, seed: int, requests: Requests, progress: Progress | None = None
+) -> tuple[Run, Result]:
+    """Run one case with one seed; the result's log has the warm requests, too, the summary has not."""
+    block = requests.block
+    route = replace(case.route, block_tokens=block)
+    fleet = Fleet(cluster(scenario, setup, block), route, seed)
+    told = None if progress is None else lambda done: progress(done, fleet.clock.now)
+    result = fleet.run(requests.of(seed), progress=told)
+    warm = int(scenario.run.warm * len(result.log))
+    summary = summarize(result, scenario.slo.ttft_s, scenario.slo.tpot_s, warm)
+    return Run(case.name, seed, summary, {**result.decisions, "events": result.events}), result
+
+
+def report(scenario: Scenario, requests: Requests, setup: Setup, runs: Sequence[Run]) -> Report:
+    """Return all runs as one report."""
+    by_case: dict[str, list[Summary]] = {}
+    for run in runs:
+        by_case.setdefault(run.case, []).append(run.summary)
+    together = [pooled(case, summaries) for case, summaries in by_case.items()]
+    notes = [*setup.notes, *requests.notes]
+    return Report(scenario, list(runs), together, requests.told(), versions(), notes)
+
+
+def differences(runs: Sequence[Run], case: str, other: str, names: Sequence[str]) -> dict[str, Estimate]:
+    """Return a case's figures minus another's, seed by seed; names as in `summary.flat`. Raises ConfigError for unlike seeds."""
+    rows = {
+        which: [flat(run.summary) for run in sorted(runs, key=lambda run: run.seed) if run.case == which]
+        for which in (case, other)
+    }
+    return {name: paired([row[name] for row in rows[case]], [row[name] for row in rows[other]]) for name in names}
+
+
+def setup_of(scenario: Scenario, requests: Requests) -> Setup:
+    """Return the setup of a scenario, for its requests' blocks. Raises ConfigError, LayoutError."""
+    return prepare(scenario, requests.block)
