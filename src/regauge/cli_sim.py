@@ -206,13 +206,14 @@ def _progress(runs: int, requests: int) -> Iterator[Callable[[str], Progress | N
         yield lambda _: None
         return
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
 
     columns = (
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("requests, {task.fields[told]}"),
         TimeRemainingColumn(),
     )  # fmt: skip
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
         task, begun = bar.add_task("", total=runs * requests, told=""), -1
 
         def watch(name: str) -> Progress:
@@ -256,7 +257,7 @@ def _pictures(folder: Path, report: Report, logs: dict[tuple[str, int], Log], se
     (name, seed), first = next(iter(logs.items()))
     what = subject(report)
     nics = sum(setup.decode_nics) * report.scenario.decode.servers
-    written = []
+    written: list[Path] = []
     for ending in charts.ENDINGS:
         paths = folder / f"ttft{ending}", folder / f"time{ending}"
         charts.ttft_by_case(

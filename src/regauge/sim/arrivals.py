@@ -23,7 +23,10 @@ class Requests:
     name: str
     table: TraceTable
     arrivals: Sequence[Arrival]
+    """Of a file; empty where the seed makes them."""
     block: int
+    """Tokens of a block."""
+    tick_s: float = 0.0
     notes: tuple[str, ...] = ()
 
     @property
@@ -31,11 +34,12 @@ class Requests:
         """Return how many come."""
         return len(self.arrivals) if self.table.file else self.table.requests or MADE
 
-    def of(self, seed: int) -> list[Arrival]:
-        """Return the arrivals of a seed: ticks of the trace spread, or made, by it."""
+    def of(self, seed: int) -> Sequence[Arrival]:
+        """Return the arrivals of a seed: ticks of the trace spread, or all made, by it."""
         if not self.table.file:
-            return generate(seed, self.table.requests or MADE, self.table.rate or RATE)
-        return paced(spread(self.arrivals, seed), self.table.scale)
+            return generate(seed, self.count, self.table.rate or RATE)
+        moved = spread(self.arrivals, seed, self.tick_s) if self.tick_s else self.arrivals
+        return paced(moved, self.table.scale)
 
     def told(self) -> dict[str, Any]:
         """Return what they are, for a report."""
@@ -43,8 +47,8 @@ class Requests:
 
 
 def load(table: TraceTable) -> Requests:
-    """Read a scenario's trace. Raises ConfigError as `trace.read`."""
+    """Read a scenario's trace. Raises ConfigError as `trace.read`, naming file, line and remedy."""
     if not table.file:
         return Requests("made conversations", table, (), BLOCK)
-    arrivals = read(Path(table.file))
-    return Requests(Path(table.file).name, table, arrivals[: table.requests or None], BLOCK)
+    trace = read(Path(table.file), form=table.format, limit=table.requests)
+    return Requests(trace.name, table, trace.arrivals, trace.block or BLOCK, trace.tick_s, trace.notes)

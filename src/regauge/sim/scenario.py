@@ -29,7 +29,7 @@ from regauge import toml
 from regauge.config_route import PolicyName, RouteConfig
 from regauge.errors import ConfigError
 
-Count = Annotated[int, msgspec.Meta(ge=1, le=10_000_000)]
+Tokens = Annotated[int, msgspec.Meta(ge=1, le=1 << 50)]
 Few = Annotated[int, msgspec.Meta(ge=1, le=10_000)]
 Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
 Positive = Annotated[float, msgspec.Meta(gt=0, le=1e15)]
@@ -86,7 +86,7 @@ class PrefillPool(Pool, frozen=True, forbid_unknown_fields=True):
     """Speed of a short prompt; given, it stands in place of the device's, with"""
     attention_s: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
     """seconds per pair of tokens."""
-    cache_tokens: Count = 1_000_000
+    cache_tokens: Tokens = 1_000_000
     """Tokens that a worker's prefix cache holds."""
     speeds: dict[str, Positive] = {}
     """Worker, such as "p3" -> its speed over the others'."""
@@ -103,7 +103,7 @@ class DecodePool(Pool, frozen=True, forbid_unknown_fields=True):
     """and of the peak rate."""
     slots: Annotated[int, msgspec.Meta(ge=1, le=100_000)] = 256
     """Most requests of one worker that are there together."""
-    kv_tokens: Count | None = None
+    kv_tokens: Tokens | None = None
     """Tokens whose KV a worker holds; none: what its memory leaves beside the weights."""
     reserve: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.1
     """Part of the memory that holds neither weights nor KV."""
