@@ -54,6 +54,7 @@ def arguments(sim: argparse.ArgumentParser) -> None:
     fleet.add_argument("--catalogue", metavar="FILE", action="append", help="devices of yours; may be given again")
     fleet.add_argument("--policy", metavar="NAMES", help=f"routing: all, or some of {', '.join(POLICIES)}, with commas")
     fleet.add_argument("--flow", metavar="NAMES", help=f"flow control: all, or some of {', '.join(FLOWS)}, with commas")
+    fleet.add_argument("--faults", metavar="FILE", help="what goes wrong when: [[faults]] of TOML")
     fleet.add_argument("--transfers", metavar="LEVEL", help="detail: fluid, flow or protocol")
     run = sim.add_argument_group("how, and what of it is kept")
     run.add_argument("--seeds", type=int, metavar="N", help="runs of each case; from 2 on with confidence intervals")
@@ -96,6 +97,10 @@ def run(options: argparse.Namespace, *, say: Callable[[str], None] = print) -> i
 
 def chosen(options: argparse.Namespace) -> Scenario:
     """Return the scenario's file with the options over it. Raises ConfigError."""
+    from msgspec import to_builtins
+    from msgspec.structs import replace
+
+    from regauge.sim import faults
     from regauge.sim.scenario import Scenario, load, override
 
     scenario = Scenario() if options.scenario is None else load(options.scenario)
@@ -120,11 +125,11 @@ def chosen(options: argparse.Namespace) -> Scenario:
         if options.transfers is None and scenario.network.transfers == "fluid":
             network["transfers"] = "flow"
     found = override(scenario, given)
-    if options.catalogue:
-        from msgspec.structs import replace
-
-        found = replace(found, catalogue=[*found.catalogue, *options.catalogue])
-    return found
+    return replace(
+        found,
+        catalogue=[*found.catalogue, *(options.catalogue or ())],
+        faults=found.faults if options.faults is None else to_builtins(faults.read(Path(options.faults))),
+    )
 
 
 def _pool(side: str, text: str) -> dict[str, Any]:
@@ -171,19 +176,18 @@ def _writable(options: argparse.Namespace) -> None:
     """Refuse now what could not be written after hours."""
     if options.window is not None and options.perfetto is None:
         raise ConfigError("--window: is of the time line; give --perfetto FILE, too")
+    if options.out is not None:
+        for module in () if options.csv else ("pyarrow", "matplotlib"):
+            if find_spec(module) is None:
+                raise ConfigError(f"--out needs {module}: pip install 'regauge[plan]', or give --csv")
+        try:
+            Path(options.out).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"--out {options.out}: {error.strerror}") from error
+    elif options.csv:
+        raise ConfigError("--csv: is the form of the tables; give --out DIR, too")
     if options.perfetto is not None and not Path(options.perfetto).absolute().parent.is_dir():
         raise ConfigError(f"--perfetto {options.perfetto}: no such folder")
-    if options.out is None:
-        if options.csv:
-            raise ConfigError("--csv: is the form of the tables; give --out DIR, too")
-        return
-    for module in () if options.csv else ("pyarrow", "matplotlib"):
-        if find_spec(module) is None:
-            raise ConfigError(f"--out needs {module}: pip install 'regauge[plan]', or give --csv")
-    try:
-        Path(options.out).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--out {options.out}: {error.strerror}") from error
 
 
 def _all(scenario: Scenario, setup: Setup, requests: Requests) -> tuple[list[Run], dict[tuple[str, int], Log]]:
@@ -256,7 +260,10 @@ def _pictures(folder: Path, report: Report, logs: dict[tuple[str, int], Log], se
 
     (name, seed), first = next(iter(logs.items()))
     what = subject(report)
-    nics = sum(setup.decode_nics) * report.scenario.decode.servers
+    servers, decode = report.scenario.decode.servers, setup.decode
+    limits = charts.Limits(
+        setup.bytes_per_token, servers * setup.decode_nic.together, servers * decode.pages * decode.page_size
+    )
     written: list[Path] = []
     for ending in charts.ENDINGS:
         paths = folder / f"ttft{ending}", folder / f"time{ending}"
@@ -264,9 +271,6 @@ def _pictures(folder: Path, report: Report, logs: dict[tuple[str, int], Log], se
             paths[0], {case: log for (case, of), log in logs.items() if of == seed},
             subject=f"{what}, seed {seed}", slo_s=report.scenario.slo.ttft_s,
         )  # fmt: skip
-        charts.over_time(
-            paths[1], first, subject=f"{what}, {name}, seed {seed}", bytes_per_token=setup.bytes_per_token,
-            nic_bytes_per_s=nics,
-        )  # fmt: skip
+        charts.over_time(paths[1], first, subject=f"{what}, {name}, seed {seed}", limits=limits)
         written += paths
     return written

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from regauge.sim.confidence import Estimate
     from regauge.sim.results import Report
 
-WIDTH = 132
-"""Of a table that goes to no terminal."""
+WIDTH = 200
+"""More than any table is wide: what does not fit a terminal is wrapped by it, not cut by us."""
 SIZES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
 
@@ -99,7 +99,9 @@ def _refused(report: Report) -> str:
 
 
 def _many(report: Report) -> Table:
-    table = _table("", "TTFT mean, s", "P90", "P99", "TPOT, ms", "goodput", "hit rate", "KV moved", "NICs", "refused")
+    table = _table(
+        "", "TTFT mean, s", "P90, s", "P99, s", "TPOT, ms", "goodput, %", "hits, %", "KV moved", "NICs, %", "refused"
+    )  # fmt: skip
     for each in report.pooled:
         found = each.figures
         refused = sum(found[name].mean for name in ("limited", "refused", "failed"))
@@ -107,9 +109,9 @@ def _many(report: Report) -> Table:
             each.case,
             *(_figure(found.get(f"ttft_{which}")) for which in ("mean", "p90", "p99")),
             _figure(found.get("tpot_mean"), 1e3),
-            *(_percent(found, name) for name in ("goodput", "hit")),
+            *(_figure(found.get(name), 100) for name in ("goodput", "hit")),
             _size(found.get("nbytes")),
-            _percent(found, "decode_nics"),
+            _figure(found.get("decode_nics"), 100),
             f"{refused:,.0f}",
         )
     return table
@@ -124,29 +126,20 @@ def _table(*columns: str) -> Table:
 
     table = Table(box=box.SIMPLE_HEAD if any(columns[1:]) else None, pad_edge=False, show_header=any(columns))
     for number, column in enumerate(columns):
-        table.add_column(column, justify="left" if number == 0 or not any(columns) else "right", overflow="fold")
+        table.add_column(column, justify="left" if number == 0 or not any(columns) else "right", no_wrap=True)
     return table
 
 
 def _figure(value: Estimate | None, scale: float = 1.0) -> str:
     if value is None:
         return "-"
-    text = _short(value.mean * scale)
-    return f"{text} ± {_short(value.half * scale)}" if isfinite(value.half) else text
-
-
-def _short(value: float) -> str:
-    if value >= 100:
-        return f"{value:,.0f}"
-    return f"{value:.1f}" if value >= 10 else f"{value:.2f}" if value >= 0.1 or value == 0 else f"{value:.2g}"
+    mean, half = value.mean * scale, value.half * scale
+    places = 0 if abs(mean) >= 1000 else 1 if abs(mean) >= 10 else 2
+    return f"{mean:,.{places}f}" + (f" ± {half:,.{places}f}" if isfinite(half) else "")
 
 
 def _percent(found: Mapping[str, Estimate], name: str) -> str:
-    value = found.get(name)
-    if value is None:
-        return "-"
-    text = f"{value.mean:.1%}"
-    return f"{text[:-1]} ± {100 * value.half:.1f} %" if isfinite(value.half) else f"{text[:-1]} %"
+    return f"{_figure(found.get(name), 100)} %"
 
 
 def _size(value: Estimate | None) -> str:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -40,9 +42,8 @@ def ttft_by_case(path: Path, logs: Mapping[str, Log], *, subject: str, slo_s: fl
         if slo_s is not None:
             axes.axvline(slo_s, color="#555555", linewidth=1)
             axes.annotate(
-                f"SLO {slo_s:g} s", (slo_s, 0.02), xytext=(4, 0), textcoords="offset points", color="#555555",
-                fontsize=8,
-            )  # fmt: skip
+                f"SLO {slo_s:g} s ", (slo_s, 1.01), ha="right", va="top", color="#555555", fontsize=8, rotation=90
+            )
         axes.set_xscale("log")
         axes.set_xlim(left=_least(log for _, log in shown))
         axes.set_ylim(0, 1.02)
@@ -50,41 +51,58 @@ def ttft_by_case(path: Path, logs: Mapping[str, Log], *, subject: str, slo_s: fl
         axes.set_ylabel("part of all requests")
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
         left_out = f"; {len(logs) - len(shown)} more cases not shown" if len(logs) > len(shown) else ""
-        axes.set_title(f"Simulated: {subject}{left_out}", loc="left", fontsize=10)
+        _title(axes, subject + left_out)
         axes.legend(loc="lower right", fontsize=8, frameon=True, framealpha=0.9)
 
 
-def over_time(path: Path, log: Log, *, subject: str, bytes_per_token: float, nic_bytes_per_s: float) -> None:
-    """Draw one run over time: requests waiting and computing; what decode receives; KV that it holds.
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the decode workers together can take."""
 
-    `nic_bytes_per_s`: all that decode workers can receive together. Raises ConfigError as `_saved`.
-    """
+    bytes_per_token: float
+    nics_bytes_per_s: float
+    tokens: int
+    """Whose KV they have room for."""
+
+
+def over_time(path: Path, log: Log, *, subject: str, limits: Limits) -> None:
+    """Draw one run over time: requests waiting and computed; what decode receives; KV that it holds. Raises ConfigError as `_saved`."""
     at = series.span(log)
     with _saved(path, (7.2, 6.4)) as figure:
         queue, nics, held = figure.subplots(3, sharex=True)
-        if len(log):
-            _steps(queue, 0, at, series.waiting(log, at), "waiting")
-            _steps(queue, 1, at, series.computing(log, at), "being computed")
-            load = series.inflow(log, at)
-            _steps(nics, 0, at[:-1], load / 1e9, "received")
-            busiest = _busiest(log)
-            if busiest is not None:
-                _steps(nics, 1, at[:-1], series.inflow(log, at, busiest) / 1e9, f"by d{busiest}, the busiest")
-            _steps(held, 0, at, series.resident(log, at) * bytes_per_token / 1e9, "resident")
-        if np.isfinite(nic_bytes_per_s) and len(log) and load.max(initial=0.0) > 0.25 * nic_bytes_per_s / 1e9:
-            nics.axhline(nic_bytes_per_s / 1e9, color="#555555", linewidth=1)
-            nics.annotate("all NICs", (0, nic_bytes_per_s / 1e9), xytext=(4, 3), textcoords="offset points", fontsize=8)
-        else:
-            nics.annotate(f"all NICs: {nic_bytes_per_s / 1e9:,.0f} GB/s", (1, 1), xycoords="axes fraction",
-                          xytext=(-4, -4), textcoords="offset points", ha="right", va="top", fontsize=8)  # fmt: skip
+        _steps(queue, 0, at, series.waiting(log, at), "wait")
+        _steps(queue, 1, at, series.computing(log, at), "prompt is being computed")
+        load, resident = series.inflow(log, at) / 1e9, series.resident(log, at) * limits.bytes_per_token / 1e9
+        _steps(nics, 0, at[:-1], load, "all decode workers")
+        busiest = _busiest(log)
+        if busiest is not None:
+            _steps(nics, 1, at[:-1], series.inflow(log, at, busiest) / 1e9, f"d{busiest}, which receives most")
+        _steps(held, 0, at, resident, "room of the requests that have a slot")
+        _limit(nics, load, limits.nics_bytes_per_s / 1e9, "GB/s", "all NICs")
+        _limit(held, resident, limits.tokens * limits.bytes_per_token / 1e9, "GB", "room of all")
         for axes, label in ((queue, "requests"), (nics, "KV into decode, GB/s"), (held, "KV in decode, GB")):
             axes.set_ylabel(label, fontsize=9)
             axes.set_ylim(bottom=0)
-            axes.margins(x=0)
-        queue.legend(loc="upper left", fontsize=8)
-        nics.legend(loc="upper left", fontsize=8)
+            axes.margins(x=0, y=0.25)
+            axes.legend(loc="upper left", fontsize=8, ncols=2)
         held.set_xlabel("simulated time, seconds")
-        queue.set_title(f"Simulated: {subject}", loc="left", fontsize=10)
+        _title(queue, subject)
+
+
+def _limit(axes: Any, values: series.Array, limit: float, unit: str, what: str) -> None:
+    """Draw a limit where the values come near it, and name it where they do not."""
+    near = values.max(initial=0.0) > 0.25 * limit
+    if near:
+        axes.axhline(limit, color="#555555", linewidth=1)
+    axes.annotate(
+        f"{what}: {limit:,.0f} {unit}", (1, limit) if near else (1, 1), ha="right", va="bottom" if near else "top",
+        xycoords=axes.get_yaxis_transform() if near else "axes fraction", fontsize=8, color="#555555",
+        xytext=(-4, 2 if near else -5), textcoords="offset points",
+    )  # fmt: skip
+
+
+def _title(axes: Any, subject: str) -> None:
+    axes.set_title("\n".join(wrap(f"Simulated: {subject}", 92)), loc="left", fontsize=9)
 
 
 def _busiest(log: Log) -> int | None:

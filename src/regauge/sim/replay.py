@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import msgspec
 
 from regauge.config_route import RouteConfig
+from regauge.move.flow_types import POLICIES
+from regauge.sim import faults
 from regauge.sim.arrivals import Requests
 from regauge.sim.confidence import Estimate, paired
 from regauge.sim.fleet import Cluster, Fleet, Result
@@ -16,6 +18,7 @@ from regauge.sim.scenario import Scenario
 from regauge.sim.setup import Setup, prepare
 from regauge.sim.summary import Summary, flat, pooled, summarize
 
+FLOWS = {policy.name: policy for policy in POLICIES}
 Progress = Callable[[int, float], None]
 """Told requests over, and seconds simulated."""
 
@@ -48,23 +51,25 @@ def seeds(scenario: Scenario) -> list[int]:
     return [scenario.run.first_seed + i for i in range(scenario.run.seeds)]
 
 
-def cluster(scenario: Scenario, setup: Setup, block: int) -> Cluster:
-    """Return the simulator's cluster."""
-    slow = {int(name[1:]): speed for name, speed in scenario.prefill.speeds.items()}
-    racks = scenario.network.racks
-    inward = sum(setup.decode_nics)
-    uplink = inward * scenario.decode.servers / racks / scenario.network.oversubscribed
+def cluster(scenario: Scenario, setup: Setup, flow: str, block: int) -> Cluster:
+    """Return the simulator's cluster, with the flow control of that name."""
+    network, racks = scenario.network, scenario.network.racks
+    uplink = setup.decode_nic.together * scenario.decode.servers / racks / network.oversubscribed
     return Cluster(
-        scenario.prefill.servers,
-        scenario.decode.servers,
-        setup.prefill,
-        setup.decode,
-        slow,
-        setup.bytes_per_token,
-        sum(setup.prefill_nics),
-        inward,
-        racks,
-        uplink if racks > 1 else 0.0,
+        prefills=scenario.prefill.servers,
+        decodes=scenario.decode.servers,
+        prefill=setup.prefill,
+        decode=setup.decode,
+        slow={int(name[1:]): speed for name, speed in scenario.prefill.speeds.items()},
+        bytes_per_token=setup.bytes_per_token,
+        prefill_nic=setup.prefill_nic.bytes_per_s,
+        decode_nic=setup.decode_nic.bytes_per_s,
+        prefill_nics=setup.prefill_nic.count,
+        decode_nics=setup.decode_nic.count,
+        racks=racks,
+        uplink=uplink if racks > 1 else 0.0,
+        transfers=network.transfers,
+        flow_policy=FLOWS[flow],
         block=block,
     )
 
@@ -75,12 +80,16 @@ def play(
     """Run one case with one seed; the result's log has the warm requests, too, the summary has not."""
     block = requests.block
     route = replace(case.route, block_tokens=block)
-    fleet = Fleet(cluster(scenario, setup, block), route, seed)
+    fleet = Fleet(
+        cluster(scenario, setup, case.flow, block), route, seed, faults=faults.parse(scenario.faults, "scenario")
+    )
     told = None if progress is None else lambda done: progress(done, fleet.clock.now)
     result = fleet.run(requests.of(seed), progress=told)
     warm = int(scenario.run.warm * len(result.log))
     summary = summarize(result, scenario.slo.ttft_s, scenario.slo.tpot_s, warm)
-    return Run(case.name, seed, summary, {**result.decisions, "events": result.events}), result
+    return Run(
+        case.name, seed, summary, {str(k): v for k, v in result.decisions.items()} | {"events": result.events}
+    ), result
 
 
 def report(scenario: Scenario, requests: Requests, setup: Setup, runs: Sequence[Run]) -> Report:

@@ -28,6 +28,7 @@ import msgspec
 from regauge import toml
 from regauge.config_route import PolicyName, RouteConfig
 from regauge.errors import ConfigError
+from regauge.sim import faults
 
 Tokens = Annotated[int, msgspec.Meta(ge=1, le=1 << 50)]
 Few = Annotated[int, msgspec.Meta(ge=1, le=10_000)]
@@ -177,7 +178,7 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     slo: Slo = Slo()
     run: RunTable = RunTable()
     faults: list[dict[str, Any]] = []
-    """What breaks when; `faults.py`."""
+    """What goes wrong when: entries as in `faults.py`."""
     catalogue: list[Name] = []
     """Files laid over the shipped catalogue, relative to the scenario's."""
 
@@ -222,6 +223,7 @@ def checked(scenario: Scenario, where: str) -> Scenario:
     """Return the scenario if its fields agree. Raises ConfigError for what no single field's range forbids."""
     _finite(msgspec.to_builtins(scenario), where, "")
     _together(scenario, where)
+    faults.parse(scenario.faults, where)
     return scenario
 
 

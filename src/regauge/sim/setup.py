@@ -29,15 +29,28 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
+class Nics:
+    """Of one worker."""
+
+    count: int
+    bytes_per_s: float
+    """Payload that each carries."""
+
+    @property
+    def together(self) -> float:
+        """Return what all of them carry, bytes per second."""
+        return self.count * self.bytes_per_s
+
+
+@dataclass(frozen=True, slots=True)
 class Setup:
     """What a scenario means on its devices."""
 
     prefill: PrefillModel
     decode: DecodeModel
     bytes_per_token: float
-    prefill_nics: tuple[float, ...]
-    """Bytes per second of each NIC of a prefill worker."""
-    decode_nics: tuple[float, ...]
+    prefill_nic: Nics
+    decode_nic: Nics
     notes: tuple[str, ...]
     """What the reader of the results must know."""
 
@@ -192,13 +205,12 @@ def _holds(card: Accelerator, cards: int, reserve: float, nbytes: float) -> bool
     return nbytes <= _memory(card, cards) * (1 - reserve)
 
 
-def _nics(pool: Pool, where: str, catalogue: Catalogue) -> tuple[float, ...]:
-    """Payload that each NIC of a worker carries, bytes per second."""
+def _nics(pool: Pool, where: str, catalogue: Catalogue) -> Nics:
     card = known(catalogue.accelerators, pool.device, f"{where}.device") if pool.device else None
     count = pool.nics or (int(card.nics.value) if card is not None and card.nics is not None else 1)
     if pool.nic_gb_per_s is not None:
-        return (pool.nic_gb_per_s * 1e9,) * count
+        return Nics(count, pool.nic_gb_per_s * 1e9)
     nic = known(catalogue.nics, pool.nic or (card.nic if card is not None else "") or NIC, f"{where}.nic")
     assert nic.gbit_per_s is not None  # noqa: S101
     share = nic.share.value if nic.share is not None else 1.0
-    return (nic.gbit_per_s.value / 8 * 1e9 * share,) * count
+    return Nics(count, nic.gbit_per_s.value / 8 * 1e9 * share)
