@@ -42,8 +42,9 @@ def ttft_by_case(path: Path, logs: Mapping[str, Log], *, subject: str, slo_s: fl
         if slo_s is not None:
             axes.axvline(slo_s, color="#555555", linewidth=1)
             axes.annotate(
-                f"SLO {slo_s:g} s ", (slo_s, 1.01), ha="right", va="top", color="#555555", fontsize=8, rotation=90
-            )
+                f"SLO {slo_s:g} s ", (slo_s, 1.01), ha="right", va="top", color="#555555", fontsize=8, rotation=90,
+                bbox={"color": "white", "pad": 1},
+            )  # fmt: skip
         axes.set_xscale("log")
         axes.set_xlim(left=_least(log for _, log in shown))
         axes.set_ylim(0, 1.02)
@@ -82,8 +83,8 @@ def over_time(path: Path, log: Log, *, subject: str, limits: Limits) -> None:
         _limit(held, resident, limits.tokens * limits.bytes_per_token / 1e9, "GB", "room of all")
         for axes, label in ((queue, "requests"), (nics, "KV into decode, GB/s"), (held, "KV in decode, GB")):
             axes.set_ylabel(label, fontsize=9)
-            axes.set_ylim(bottom=0)
-            axes.margins(x=0, y=0.25)
+            axes.margins(x=0)
+            axes.set_ylim(0, axes.dataLim.ymax * 1.3 or 1.0)  # room for the legend
             axes.legend(loc="upper left", fontsize=8, ncols=2)
         held.set_xlabel("simulated time, seconds")
         _title(queue, subject)
@@ -102,7 +103,7 @@ def _limit(axes: Any, values: series.Array, limit: float, unit: str, what: str) 
 
 
 def _title(axes: Any, subject: str) -> None:
-    axes.set_title("\n".join(wrap(f"Simulated: {subject}", 92)), loc="left", fontsize=9)
+    axes.set_title("\n".join(wrap(f"Simulated: {subject}", 100)), loc="left", fontsize=9)
 
 
 def _busiest(log: Log) -> int | None:

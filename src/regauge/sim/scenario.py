@@ -200,9 +200,12 @@ def load(source: str) -> Scenario:
 def decode(data: bytes, where: str = "scenario") -> Scenario:
     """Return the scenario of a file's bytes. Raises ConfigError naming `where`, the field and what it may be."""
     try:
-        return checked(toml.decode(data, Scenario), where)
+        found = toml.decode(data, Scenario)
     except msgspec.DecodeError as error:
         raise ConfigError(f"{where}: {_explained(str(error))}") from error
+    except ConfigError as error:  # of a struct that checks itself
+        raise ConfigError(f"{where}: {error}") from error
+    return checked(found, where)
 
 
 def override(scenario: Scenario, given: dict[str, dict[str, Any]]) -> Scenario:

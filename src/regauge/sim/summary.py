@@ -69,7 +69,7 @@ def summarize(result: Result, ttft_s: float, tpot_s: float, warm: int = 0) -> Su
     done, window = log.complete, _window(log)
     ttft, tokens = (log.first - log.at)[done], log.output[done]
     # A request of one token has no time per token, and breaks no limit of it.
-    good = (ttft <= ttft_s) & ((log.ended - log.first)[done] <= tpot_s * (tokens - 1))
+    good = (ttft <= ttft_s) & ((tokens < 2) | ((log.ended - log.first)[done] <= tpot_s * (tokens - 1)))
     return Summary(
         requests=len(log),
         outcomes={name: int(np.sum(log.outcome == code)) for code, name in enumerate(OUTCOMES)},
