@@ -25,7 +25,6 @@ int Fluid::add_port(double rate) {
 double Fluid::set_port(int port, double rate, double now) {
   ++epoch_;
   for (int number : ports_[port].over) include(number);
-  spread(false);  // by the old rate
   ports_[port].rate = rate;
   return settle(now);
 }
