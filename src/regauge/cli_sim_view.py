@@ -134,7 +134,7 @@ def _figure(value: Estimate | None, scale: float = 1.0) -> str:
     if value is None:
         return "-"
     mean, half = value.mean * scale, value.half * scale
-    places = 0 if abs(mean) >= 1000 else 1 if abs(mean) >= 10 else 2
+    places = next((places for places, least in enumerate((1000, 10, 0.1, 0.01)) if abs(mean) >= least or mean == 0), 4)
     return f"{mean:,.{places}f}" + (f" ± {half:,.{places}f}" if isfinite(half) else "")
 
 

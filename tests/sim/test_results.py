@@ -55,7 +55,9 @@ def test_a_report_and_its_runs_come_back(tmp_path: Path, form: Form) -> None:
 
 def test_numbers_that_are_not_finite_are_null() -> None:
     told = json.loads(results.encode(report()))
-    empty = json.loads(results.encode(Report(Scenario(), [Run("x", 1, summarize(result(log()), 1.0, 1.0), {})], [], {}, {}, [])))
+    empty = json.loads(
+        results.encode(Report(Scenario(), [Run("x", 1, summarize(result(log()), 1.0, 1.0), {})], [], {}, {}, []))
+    )
     assert told["pooled"][0]["figures"]["hit"]["seeds"] == 2
     assert empty["runs"][0]["summary"]["ttft"]["mean"] is None
 

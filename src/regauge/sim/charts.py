@@ -53,7 +53,8 @@ def ttft_by_case(path: Path, logs: Mapping[str, Log], *, subject: str, slo_s: fl
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
         left_out = f"; {len(logs) - len(shown)} more cases not shown" if len(logs) > len(shown) else ""
         _title(axes, subject + left_out)
-        axes.legend(loc="lower right", fontsize=8, frameon=True, framealpha=0.9)
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(loc="lower right", fontsize=8, frameon=True, framealpha=0.9)
 
 
 @dataclass(frozen=True, slots=True)

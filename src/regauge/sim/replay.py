@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import msgspec
 
 from regauge.config_route import RouteConfig
+from regauge.errors import ConfigError
 from regauge.move.flow_types import POLICIES
 from regauge.sim import faults
 from regauge.sim.arrivals import Requests
@@ -17,6 +18,7 @@ from regauge.sim.results import Report, Run, versions
 from regauge.sim.scenario import Scenario
 from regauge.sim.setup import Setup, prepare
 from regauge.sim.summary import Summary, flat, pooled, summarize
+from regauge.sim.topology import Ends, FatTree, Racks, Rails, Single, Topology
 
 FLOWS = {policy.name: policy for policy in POLICIES}
 Progress = Callable[[int, float], None]
@@ -52,9 +54,7 @@ def seeds(scenario: Scenario) -> list[int]:
 
 
 def cluster(scenario: Scenario, setup: Setup, flow: str, block: int) -> Cluster:
-    """Return the simulator's cluster, with the flow control of that name."""
-    network, racks = scenario.network, scenario.network.racks
-    uplink = setup.decode_nic.together * scenario.decode.servers / racks / network.oversubscribed
+    """Return the simulator's cluster, with the flow control of that name. Raises ConfigError for a network that cannot be."""
     return Cluster(
         prefills=scenario.prefill.servers,
         decodes=scenario.decode.servers,
@@ -66,23 +66,44 @@ def cluster(scenario: Scenario, setup: Setup, flow: str, block: int) -> Cluster:
         decode_nic=setup.decode_nic.bytes_per_s,
         prefill_nics=setup.prefill_nic.count,
         decode_nics=setup.decode_nic.count,
-        racks=racks,
-        uplink=uplink if racks > 1 else 0.0,
-        transfers=network.transfers,
+        fabric=fabric(scenario, setup),
+        transfers=scenario.network.transfers,
         flow_policy=FLOWS[flow],
         block=block,
     )
+
+
+def fabric(scenario: Scenario, setup: Setup) -> Topology:
+    """Return what lies between the NICs. Cables carry what the faster side's NICs do. Raises ConfigError for too few ports."""
+    table = scenario.network
+    ends = Ends(scenario.prefill.servers, scenario.decode.servers, setup.prefill_nic.count, setup.decode_nic.count)
+    rate = max(setup.prefill_nic.bytes_per_s, setup.decode_nic.bytes_per_s)
+    if table.topology == "switch":
+        return Single(ends, table.switch_ports)
+    if table.topology == "rails":
+        if not table.uplinks and (ends.sender_nics, ends.receiver_nics) != (1, 1):
+            raise ConfigError(
+                "network.uplinks: flow control chooses the NICs of both sides apart, so that transfers cross rails; give each rail some"
+            )
+        return Rails(ends, table.uplinks, rate if table.uplinks else 0.0, table.switch_ports)
+    if table.topology == "racks":
+        return Racks(ends, table.racks, table.uplinks or 1, rate, table.switch_ports)
+    return FatTree(ends, table.tree or least_tree(ends), rate)
+
+
+def least_tree(ends: Ends) -> int:
+    """Return the ports of the smallest switches of which a fat tree holds all NICs."""
+    k = 2
+    while k**3 // 4 < ends.nics:
+        k += 2
+    return k
 
 
 def play(
     scenario: Scenario, setup: Setup, case: Case, seed: int, requests: Requests, progress: Progress | None = None
 ) -> tuple[Run, Result]:
     """Run one case with one seed; the result's log has the warm requests, too, the summary has not."""
-    block = requests.block
-    route = replace(case.route, block_tokens=block)
-    fleet = Fleet(
-        cluster(scenario, setup, case.flow, block), route, seed, faults=faults.parse(scenario.faults, "scenario")
-    )
+    fleet = _fleet(scenario, setup, case, seed, requests.block)
     told = None if progress is None else lambda done: progress(done, fleet.clock.now)
     result = fleet.run(requests.of(seed), progress=told)
     warm = int(scenario.run.warm * len(result.log))
@@ -112,5 +133,14 @@ def differences(runs: Sequence[Run], case: str, other: str, names: Sequence[str]
 
 
 def setup_of(scenario: Scenario, requests: Requests) -> Setup:
-    """Return the setup of a scenario, for its requests' blocks. Raises ConfigError, LayoutError."""
-    return prepare(scenario, requests.block)
+    """Return the setup of a scenario, for its requests' blocks. Raises ConfigError, LayoutError for all that a run would."""
+    setup = prepare(scenario, requests.block)
+    for case in cases(scenario):
+        _fleet(scenario, setup, case, scenario.run.first_seed, requests.block)
+    return setup
+
+
+def _fleet(scenario: Scenario, setup: Setup, case: Case, seed: int, block: int) -> Fleet:
+    route = replace(case.route, block_tokens=block)
+    broken = faults.parse(scenario.faults, "scenario")
+    return Fleet(cluster(scenario, setup, case.flow, block), route, seed, faults=broken)

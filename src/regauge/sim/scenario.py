@@ -102,6 +102,8 @@ class DecodePool(Pool, frozen=True, forbid_unknown_fields=True):
     """Part of the memory's bandwidth that is reached,"""
     efficiency: Share = 0.3
     """and of the peak rate."""
+    overhead_s: Some = 0.0
+    """Of a step, beside its reading and computing."""
     slots: Annotated[int, msgspec.Meta(ge=1, le=100_000)] = 256
     """Most requests of one worker that are there together."""
     kv_tokens: Tokens | None = None
@@ -119,9 +121,15 @@ class NetworkTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How the workers are joined, and who may send when."""
 
     topology: TopologyName = "switch"
+    """One switch; a switch for each rack and a spine; a three-tier fat tree; or NIC i of all servers on leaf i."""
+    switch_ports: Few = 128
+    """Of each switch; of a fat tree, see"""
+    tree: Annotated[int, msgspec.Meta(ge=0, le=1024)] = 0
+    """Ports of a fat tree's switches; 0: the fewest that do."""
     racks: Few = 1
-    oversubscribed: Annotated[float, msgspec.Meta(ge=1, le=1000)] = 1.0
-    """What the NICs of a rack carry together over what its uplinks do."""
+    """Of topology racks: servers are dealt to them in turn."""
+    uplinks: Annotated[int, msgspec.Meta(ge=0, le=10_000)] = 0
+    """Cables of each rack or rail to the spine; rails do without (0) where both sides have as many NICs."""
     transfers: Transfers = "fluid"
     """Level of detail: max-min fair flows; the real flow control's credit; the real protocol's messages, too."""
     flow: FlowName = "credit"
@@ -143,7 +151,7 @@ class TraceTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     requests: Annotated[int, msgspec.Meta(ge=0, le=10_000_000)] = 0
     """Most requests; 0: all of a file, 2,000 made ones."""
     rate: Positive | None = None
-    """Requests per second, made ones; none: 1, or as in `like`."""
+    """Made requests per second, or sessions per second of a trace that does not say when they begin; none: 1, or as in `like`."""
 
 
 class Slo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -234,7 +242,6 @@ def _together(found: Scenario, where: str) -> None:
     prefill, decode, trace, network = found.prefill, found.decode, found.trace, found.network
     wrong = {
         "trace.like: give it or trace.file, not both": trace.file and trace.like,
-        "trace.rate: is for made requests; a file's are paced by trace.scale": trace.file and trace.rate is not None,
         "prefill.attention_s: goes with prefill.tokens_per_s, which stands in place of the device":
             prefill.attention_s is not None and prefill.tokens_per_s is None,
         "decode.step_more_s: goes with decode.step_s, which stands in place of the device":
@@ -243,9 +250,12 @@ def _together(found: Scenario, where: str) -> None:
             not prefill.device and prefill.tokens_per_s is None,
         'decode: give a device of the catalogue, or step_s, kv_tokens and device = ""':
             not decode.device and (decode.step_s is None or decode.kv_tokens is None),
-        "network.racks: is of topology racks": network.racks > 1 and network.topology != "racks",
-        "network.oversubscribed: is of topologies racks and fat-tree":
-            network.oversubscribed > 1 and network.topology not in ("racks", "fat-tree"),
+        'network.racks: goes with topology = "racks", which wants two or more':
+            (network.racks > 1) != (network.topology == "racks"),
+        'network.uplinks: goes with topology = "racks" (one or more) or "rails"':
+            (network.uplinks and network.topology not in ("racks", "rails"))
+            or (network.topology == "racks" and not network.uplinks),
+        'network.tree: goes with topology = "fat-tree"': network.tree and network.topology != "fat-tree",
         'run.flows: flow control is compared at network.transfers = "flow"':
             found.run.flows and network.transfers == "fluid",
     }  # fmt: skip

@@ -146,7 +146,7 @@ def _step(work: Work, on: Machine, weights: Weights, nbytes: float, pool: Decode
 
     def step(batch: int, resident: float) -> float:
         computed = batch * (each_s + bounded_s) + resident * attend_s
-        return max(reads[min(batch, pool.slots)] + resident * read_s, computed)
+        return pool.overhead_s + max(reads[min(batch, pool.slots)] + resident * read_s, computed)
 
     return step
 
