@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any
@@ -85,7 +86,8 @@ def over_time(path: Path, log: Log, *, subject: str, limits: Limits) -> None:
         for axes, label in ((queue, "requests"), (nics, "KV into decode, GB/s"), (held, "KV in decode, GB")):
             axes.set_ylabel(label, fontsize=9)
             axes.margins(x=0)
-            axes.set_ylim(0, axes.dataLim.ymax * 1.3 or 1.0)  # room for the legend
+            top = axes.dataLim.ymax
+            axes.set_ylim(0, 1.3 * top if 0 < top < inf else 1.0)  # room for the legend
             axes.legend(loc="upper left", fontsize=8, ncols=2)
         held.set_xlabel("simulated time, seconds")
         _title(queue, subject)
