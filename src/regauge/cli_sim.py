@@ -224,7 +224,7 @@ def _progress(runs: int, requests: int) -> Iterator[Callable[[str], Progress | N
             nonlocal begun
             begun += 1
             before = begun * requests
-            bar.update(task, description=name, completed=before)
+            bar.update(task, description=name, completed=before, refresh=True)
 
             def told(done: int, now: float) -> None:
                 speed = bar.tasks[0].speed
