@@ -10,7 +10,7 @@ from pathlib import Path
 
 from regauge.sim.clock import Clock
 from regauge.sim.network import Flow, Network
-from regauge.sim.topology import Ends, FatTree, Racks, Rails, Single
+from regauge.sim.topology import Ends, FatTree, Racks, Rails, Single, Topology
 
 PROGRAM = Path(__file__).parent / "simgrid_run.py"
 PYTHON = "/usr/bin/python3"
@@ -52,17 +52,20 @@ def incast(senders: int, size: float) -> Case:
     return Case(links, tuple(Sent(0.0, size, (f"p{i}", "d0")) for i in range(senders)))
 
 
+def _topology(draw: random.Random, ends: Ends) -> Topology:
+    shape = draw.choice(["single", "racks", "tree", "rails"])
+    if shape == "racks":
+        return Racks(ends, draw.randint(2, 3), draw.randint(1, 2), draw.choice([10e9, 25e9, 50e9]))
+    if shape == "tree":
+        return FatTree(ends, 6, draw.choice([25e9, 50e9]))
+    return Rails(ends, draw.randint(1, 2), draw.choice([10e9, 50e9])) if shape == "rails" else Single(ends)
+
+
 def random_case(seed: int, flows: int = 60) -> Case:
     """Return a random topology with unlike NICs, flows that overlap, and links that become slower and faster."""
     draw = random.Random(seed)  # no secret
     ends = Ends(draw.randint(2, 12), draw.randint(1, 4), draw.choice([1, 2]), draw.choice([1, 2]))
-    shape = draw.choice(["single", "racks", "tree", "rails"])
-    topology = {
-        "single": lambda: Single(ends),
-        "racks": lambda: Racks(ends, draw.randint(2, 3), draw.randint(1, 2), draw.choice([10e9, 25e9, 50e9])),
-        "tree": lambda: FatTree(ends, 6, draw.choice([25e9, 50e9])),
-        "rails": lambda: Rails(ends, draw.randint(1, 2), draw.choice([10e9, 50e9])),
-    }[shape]()
+    topology = _topology(draw, ends)
     nics = {f"p{i}.{n}": draw.choice([25e9, 50e9]) for i in range(ends.senders) for n in range(ends.sender_nics)}
     nics |= {
         f"d{i}.{n}": draw.choice([12.5e9, 25e9, 50e9]) for i in range(ends.receivers) for n in range(ends.receiver_nics)
@@ -103,9 +106,9 @@ def ours(case: Case) -> list[float]:
     return ended
 
 
-def theirs(case: Case) -> list[float]:
-    """Return them by SimGrid."""
-    asked = json.dumps(asdict(case))
+def theirs(case: Case, *, defaults: bool = False) -> list[float]:
+    """Return them by SimGrid; `defaults`: with what it takes for TCP left on."""
+    asked = json.dumps(asdict(case) | {"defaults": defaults})
     done = subprocess.run([PYTHON, str(PROGRAM)], input=asked, capture_output=True, text=True, timeout=120, check=False)
     if done.returncode:
         raise RuntimeError(f"SimGrid does not run: scripts/install-simgrid\n{done.stderr[-2000:]}")

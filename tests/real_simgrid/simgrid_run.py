@@ -1,6 +1,6 @@
 """Runs flows over links in SimGrid: JSON in, JSON out. For the system's Python, which has Debian's python3-simgrid.
 
-In: `links` (name -> bytes per second) and `flows`, each with `at` (seconds), `size` (bytes) and `links`; `changes`: at `at` the link `link` gets `rate`. Out: the second at which each flow ends.
+In: `links` (name -> bytes per second) and `flows`, each with `at` (seconds), `size` (bytes) and `links`; `changes`: at `at` the link `link` gets `rate`; `defaults`: leave SimGrid as it is. Out: the second at which each flow ends.
 SimGrid's own fluid model, with what it has of TCP switched off:
 """
 
@@ -21,8 +21,8 @@ SETTINGS = (
 )
 
 
-def run(links: dict[str, float], flows: list[dict], changes: list[dict]) -> list[float]:  # type: ignore[type-arg]
-    engine = Engine(["simgrid", "--log=root.thres:error", *(f"--cfg={each}" for each in SETTINGS)])
+def run(links: dict[str, float], flows: list[dict], changes: list[dict], defaults: bool) -> list[float]:  # type: ignore[type-arg]
+    engine = Engine(["simgrid", "--log=root.thres:error", *(f"--cfg={each}" for each in SETTINGS if not defaults)])
     zone = NetZone.create_full_zone("all")
     made = {name: zone.create_link(name, rate).seal() for name, rate in links.items()}
     ended = [0.0] * len(flows)
@@ -57,4 +57,4 @@ def run(links: dict[str, float], flows: list[dict], changes: list[dict]) -> list
 
 if __name__ == "__main__":
     asked = json.load(sys.stdin)
-    print(json.dumps(run(asked["links"], asked["flows"], asked["changes"])))
+    print(json.dumps(run(asked["links"], asked["flows"], asked["changes"], asked["defaults"])))
