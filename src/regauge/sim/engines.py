@@ -7,7 +7,7 @@ tokens come as a fluid, so that a request's end is exact for a step time that is
 from __future__ import annotations
 
 import heapq
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf, nan, sqrt
@@ -17,6 +17,9 @@ from regauge.errors import ConfigError
 from regauge.route.cluster import Load
 from regauge.route.request import Life
 from regauge.sim.clock import Clock
+
+NOTES = 8
+"""Uses that are remembered for each cached block, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +144,13 @@ class Prefill:
         self._waiting: deque[Task] = deque()
         self._queued = 0
         """Tokens of those that wait, without what was cached when they came."""
-        self._cache: OrderedDict[int, None] = OrderedDict()
+        self._cache: dict[int, int] = {}
+        """Block -> when it was used last, in prompts."""
+        self._stamp = 0
+        self._used: deque[tuple[int, list[int]]] = deque()
+        """Prompts by when they were computed: an LRU whose cost is per prompt, and not per block."""
+        self._noted = 0
+        """Blocks in it."""
 
     def submit(self, task: Task) -> None:
         """Queue a prompt."""
@@ -168,6 +177,8 @@ class Prefill:
         """Lose everything; whoever calls gives the prompts up first."""
         self.up = False
         self._cache.clear()
+        self._used.clear()
+        self._noted = 0
         self.events.clear()
         self.seq = 0
 
@@ -230,20 +241,43 @@ class Prefill:
         self._computed(task)
 
     def _keep(self, blocks: tuple[int, ...]) -> None:
-        cache = self._cache
+        """Put a prompt's blocks in front, and let the least recently used ones go; of one prompt its end before its beginning."""
+        cache, self._stamp = self._cache, self._stamp + 1
         fresh = tuple([block for block in blocks if block not in cache])
-        for block in fresh:
-            cache[block] = None
-        touch = cache.move_to_end
-        for block in reversed(blocks):
-            touch(block)
         if fresh:
             self.seq += 1
             self.events.append(Stored(self.seq, fresh))
+        cache.update(dict.fromkeys(blocks, self._stamp))
+        self._used.append((self._stamp, list(blocks)))
+        self._noted += len(blocks)
         over = len(cache) - self.model.cache_blocks
         if over > 0:
-            self.seq += 1
-            self.events.append(Removed(self.seq, tuple([cache.popitem(last=False)[0] for _ in range(over)])))
+            self._evict(over)
+        if self._noted > NOTES * (len(cache) + len(blocks)):
+            self._tidy()
+
+    def _evict(self, count: int) -> None:
+        cache, used = self._cache, self._used
+        gone: list[int] = []
+        while len(gone) < count:
+            stamp, blocks = used[0]
+            while blocks and len(gone) < count:
+                block = blocks.pop()
+                self._noted -= 1
+                if cache.get(block) == stamp:  # else it was used since, or is gone
+                    del cache[block]
+                    gone.append(block)
+            if not blocks:
+                used.popleft()
+        self.seq += 1
+        self.events.append(Removed(self.seq, tuple(gone)))
+
+    def _tidy(self) -> None:
+        """Forget uses that later ones have made void."""
+        cache = self._cache
+        notes = ((stamp, [block for block in blocks if cache.get(block) == stamp]) for stamp, blocks in self._used)
+        self._used = deque((stamp, blocks) for stamp, blocks in notes if blocks)
+        self._noted = sum(len(blocks) for _, blocks in self._used)
 
     def begin_anew(self) -> None:
         """Come back, empty."""
@@ -281,6 +315,7 @@ class Decode:
         self._pace = 1.0
         """Over the usual: less while a prompt is computed here, or the worker is slow."""
         self._slow = 1.0
+        self._by_tokens = model.step_token_s > 0 or model.curve is not None
         self._step, self._slope = 0.0, 0.0
         """Seconds of a step at `_at`, and what each further step is longer."""
 
@@ -345,7 +380,7 @@ class Decode:
         """Return what the worker says of itself."""
         model = self.model
         held = self.seats + len(self._waiting)
-        if self._batch:
+        if self._batch and self._by_tokens:
             self._advance()
             self._plan()
         tpot = self.tpot_s() if self._batch else None
@@ -406,9 +441,10 @@ class Decode:
         if not self._batch or seconds <= 0:
             return
         self.busy_s += seconds
-        worth = seconds * self._pace
-        if worth > 0:
-            step = self._step
+        worth, step = seconds * self._pace, self._step
+        if not self._slope:
+            self.produced += worth / step
+        elif worth > 0:
             self.produced += 2 * worth / (step + sqrt(step * step + 2 * self._slope * worth))
 
     def _plan(self) -> None:
@@ -416,12 +452,12 @@ class Decode:
         if not self._running:
             return
         model, batch, resident = self.model, self._batch, self._resident + self._batch * self.produced
-        left = max(0.0, self._running[0][0] - self.produced)
+        left = self._running[0][0] - self.produced
+        if left < 0:
+            left = 0.0
         self._step = step = model.step(batch, resident)
-        if left and (model.step_token_s or model.curve is not None):
+        if self._by_tokens and left:
             self._slope = max(0.0, (model.step(batch, resident + batch * left) - step) / left)
-        else:
-            self._slope = 0.0
         if self._pace <= 0:
             return
         when = self._at + left * (step + self._slope * left / 2) / self._pace

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from math import inf
 
 from regauge.config_route import RouteConfig
@@ -18,7 +17,7 @@ from regauge.route.router import Router
 from regauge.sim import faults as wrong
 from regauge.sim.clock import Clock
 from regauge.sim.cluster import EVERYTHING, Cluster, Knowledge, Result
-from regauge.sim.engines import Decode, Prefill, PrefillModel, Task
+from regauge.sim.engines import Decode, Prefill, Task
 from regauge.sim.faults import Fault
 from regauge.sim.log import COMPLETE, FAILED, LIMITED, REFUSED, Rows
 from regauge.sim.network import Network
@@ -30,6 +29,8 @@ __all__ = ["Cluster", "Fleet", "Knowledge", "Result"]
 LIMITS = frozenset(("deadline", "tpot", "overload"))
 """Refusals that a client sees as 429."""
 PROGRESS = 256
+HEARD = 0.8
+"""Of `route.stale_s`, after which a worker is asked though it has nothing new to say."""
 
 
 class Fleet:
@@ -45,7 +46,7 @@ class Fleet:
     ) -> None:
         self.cluster, self.knowledge = cluster, knowledge
         self.clock = Clock()
-        self.router = Router(config, seed)
+        self.router = Router(config, seed, explain=False)
         self.network = Network(self.clock, cluster.all_ports())
         self.transfers: Transfers = carrier(
             cluster, self.clock, self.network, self._landed, self._refused, config.ttft_s
@@ -60,8 +61,6 @@ class Fleet:
         self._waits: dict[int, tuple[Task, Wait]] = {}
         """Requests that wait for a worker, by number."""
         self._wrong: dict[tuple[str, str], list[Fault]] = {}
-        self._told_by: dict[str, Link] = {}
-        """A link of each decode worker, by which its NICs' state is told."""
         self._backlogs: dict[str, int] = {}
         self._thinking = 0
         self._following: dict[int, list[tuple[int, Arrival]]] = {}
@@ -119,6 +118,9 @@ class Fleet:
         """Requests that came and are not over."""
         return len(self._tasks) + len(self._waits)
 
+    def _going(self) -> bool:
+        return bool(self._arriving or self._tasks or self._waits or self._thinking)
+
     # Making it
 
     def _prefill(self, index: int) -> Prefill:
@@ -143,16 +145,22 @@ class Fleet:
             self.router.join(self._worker(name), 0.0)
         for name in self.decodes:
             for sender in self.prefills:
-                link = self._told_by[name] = self._link(sender, name)
-                self.router.link(link, 0.0)
+                self.router.link(self._link(sender, name), 0.0)
 
     def _worker(self, name: str) -> Worker:
+        """Return what the router is told of a worker that joins."""
         if name in self.prefills:
-            prefill = self.prefills[name]
-            return _computing(Worker(name, prefill=True), prefill.model, prefill.factor)
-        model = self.decodes[name].model
-        worker = Worker(name, decode=True, slots=model.slots, computes=model.computer is not None)
-        return worker if model.computer is None else _computing(worker, model.computer, 1.0)
+            model, factor, decode, slots = self.prefills[name].model, self.prefills[name].factor, False, 1
+        else:
+            shape = self.decodes[name].model
+            if shape.computer is None:
+                return Worker(name, decode=True, slots=shape.slots)
+            model, factor, decode, slots = shape.computer, 1.0, True, shape.slots
+        return Worker(
+            name, prefill=not decode, decode=decode, computes=decode, slots=slots,
+            prior_tokens_per_s=model.tokens_per_s / factor, overhead_s=model.overhead_s * factor,
+            attention_s=model.attention_s * factor,
+        )  # fmt: skip
 
     def _link(self, prefill: str, decode: str) -> Link:
         """Return a pair's link: what it is measured to give one transfer, and the NICs of decode all of them."""
@@ -169,7 +177,7 @@ class Fleet:
     def _report(self, _: object) -> None:
         """Workers and NICs report, and cache events are fetched. One that has nothing new to say is asked now and then only, so that it counts as heard of."""
         now, router = self.clock.now, self.router
-        every = max(1, int(router.config.stale_s / 3 / self.cluster.report_s))
+        every = max(1, int(router.config.stale_s * HEARD / self.cluster.report_s))
         all_of_them = self._reports % every == 0
         self._reports += 1
         for prefill in self.prefills.values():
@@ -189,15 +197,15 @@ class Fleet:
             self._nic_report(decode)
         if self._watch is not None:
             self._watch(self)
-        if self._arriving or self._tasks or self._waits or self._thinking:
+        if self._going():
             self.clock.call(now + self.cluster.report_s, self._report, None)
 
     def _nic_report(self, decode: Decode) -> None:
-        """Tell what is in front of a decode worker's NICs, once for all of its links: it is the same by whichever it is told."""
+        """Tell what is in front of a decode worker's NICs."""
         backlog = self.transfers.backlog(decode)
         if backlog or self._backlogs.get(decode.name, 0):
             self._backlogs[decode.name] = backlog
-            self.router.link(replace(self._told_by[decode.name], backlog_bytes=backlog), self.clock.now)
+            self.router.nic(decode.name, backlog, self.clock.now)
 
     def _cache_events(self, prefill: Prefill) -> None:
         if prefill.events:
@@ -433,7 +441,7 @@ class Fleet:
     def _stuck(self, check: tuple[str, frozenset[str]]) -> None:
         """Transfers that have been on a port for a lease while it is down fail."""
         port, seen = check
-        if self.network.ports[port]:
+        if self.network.ports[port] or not self._going():
             return
         over = self.transfers.over(port)
         for task in over:
@@ -445,13 +453,3 @@ class Fleet:
                 self._fail(task, worker, "transfer_failed", role)  # type: ignore[arg-type]
         later = frozenset(task.id for task in self.transfers.over(port))
         self.clock.call(self.clock.now + self.cluster.lease_s, self._stuck, (port, later))
-
-
-def _computing(worker: Worker, model: PrefillModel, factor: float) -> Worker:
-    """Return the worker with what is known of its computing."""
-    return replace(
-        worker,
-        prior_tokens_per_s=model.tokens_per_s / factor,
-        overhead_s=model.overhead_s * factor,
-        attention_s=model.attention_s * factor,
-    )

@@ -99,12 +99,14 @@ def _with(table: Quantiles, correlation: float, score: float, rng: random.Random
 
 @dataclass(slots=True)
 class _Pool:
-    """The latest prompts of an open loop, in order of their last use."""
+    """The latest prompts of an open loop, in order of time."""
 
     block: int
     rng: random.Random
     used: list[float] = field(default_factory=list)
     prompts: list[tuple[int, ...]] = field(default_factory=list)
+    since: list[int] = field(default_factory=list)
+    """Blocks of each that another went on from."""
     named: int = 0
 
     def arrival(self, at: float, fresh: Lengths, reuse: Reuse) -> Arrival:
@@ -125,23 +127,31 @@ class _Pool:
         self.named += more
         self.used.append(at)
         self.prompts.append(blocks)
+        self.since.append(0)
         if len(self.used) > 2 * POOL:
-            del self.used[:POOL], self.prompts[:POOL]
+            del self.used[:POOL], self.prompts[:POOL], self.since[:POOL]
         return Arrival(at, tokens, output, blocks)
 
     def take(self, at: float, wanted: int) -> tuple[int, ...]:
-        """Return the prompt that was used nearest to a time and has so many blocks, else the longest of those looked at."""
+        """Return the prompt that came nearest to a time and has so many blocks, else the longest of those looked at.
+
+        If another went on from it since by as many blocks, these were used then and not at that time.
+        """
         place = bisect_left(self.used, at)
         best = -1
         for step in range(LOOK):
             for near in (place - 1 - step, place + step):
                 if 0 <= near < len(self.prompts):
                     size = len(self.prompts[near])
-                    if size >= wanted:
-                        return self.prompts[near]
+                    if size >= wanted > self.since[near]:
+                        return self._go_on(near, wanted)
                     if best < 0 or size > len(self.prompts[best]):
                         best = near
-        return self.prompts[best] if best >= 0 else ()
+        return self._go_on(best, wanted) if best >= 0 else ()
+
+    def _go_on(self, place: int, wanted: int) -> tuple[int, ...]:
+        self.since[place] = max(self.since[place], wanted)
+        return self.prompts[place]
 
 
 def _closed(

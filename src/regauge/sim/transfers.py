@@ -20,6 +20,8 @@ from regauge.sim.transfers_flow import Controlled
 class Transfers(Protocol):
     """What carries KV. `task.flow` is its own while a transfer is under way."""
 
+    paths: Paths
+
     def open(self, task: Task) -> None:
         """Decode has room for a request: prepare its transfer, and have its prompt computed once it may be."""
 
@@ -91,7 +93,8 @@ class Fluid:
 
     def backlog(self, decode: Decode) -> int:
         """Return the bytes that are ready and wait."""
-        return int(sum([self._network.backlog(nic) for nic in self.paths.nics(decode.name)]))
+        planned, nics = self.paths.planned, self.paths.nics(decode.name)
+        return int(sum([self._network.backlog(nic) for nic in nics if planned[nic] > 1.0]))
 
     def over(self, port: str) -> list[Task]:
         """Return the tasks whose transfers cross a port."""
