@@ -28,6 +28,7 @@ from regauge._native import Fluid
 from regauge.sim import reference
 from regauge.sim.clock import Clock
 from regauge.sim.network import Network
+from regauge.sim.topology import Ends, Racks, Single
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "sim"))
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "real_simgrid"))
@@ -103,9 +104,11 @@ class Load:
     size: float
     seconds: float
     """Means of a transfer's bytes and of the time over which they become ready."""
+    racks: int = 0
+    """With two uplinks of 50 GB/s each; 0: one switch."""
 
     def __str__(self) -> str:
-        return f"{self.prefills} + {self.decodes} x {self.nics} NICs"
+        return f"{self.prefills} + {self.decodes} x {self.nics} NICs" + (f", {self.racks} racks" if self.racks else "")
 
 
 LOADS = [
@@ -115,6 +118,7 @@ LOADS = [
     Load(96, 32, 8, 12.5e9, 150.0, 8e9, 2.0),
     Load(96, 32, 1, 25e9, 150.0, 5e9, 4.0),
     Load(96, 1, 1, 50e9, 8.0, 5e9, 4.0),
+    Load(96, 32, 8, 12.5e9, 90.0, 8e9, 2.0, racks=8),
 ]
 
 
@@ -125,7 +129,9 @@ class Drive:
         self.load, self.left, self.clock = load, transfers, Clock()
         ports = {f"p{i}": 50e9 for i in range(load.prefills)}
         ports |= {f"d{i}.{n}": load.nic for i in range(load.decodes) for n in range(load.nics)}
-        self.network = Network(self.clock, ports, fluid)
+        ends = Ends(load.prefills, load.decodes, 1, load.nics)
+        self.topology = Racks(ends, load.racks, 2, 50e9, 256) if load.racks else Single(ends, 1024)
+        self.network = Network(self.clock, ports | self.topology.ports(), fluid)
         self.draw = random.Random(7)  # noqa: S311  # no secret
         self.going, self.most, self.ended = 0, 0, 0.0
 
@@ -140,8 +146,9 @@ class Drive:
         """Begin a transfer, and come again for the next."""
         draw, load, network = self.draw, self.load, self.network
         self.left -= 1
-        ports = (f"p{draw.randrange(load.prefills)}", f"d{draw.randrange(load.decodes)}.{self.left % load.nics}")
-        flow = network.open(ports, self.done)
+        ours, theirs, nic = draw.randrange(load.prefills), draw.randrange(load.decodes), self.left % load.nics
+        between = self.topology.path(ours, 0, theirs, nic, self.left)
+        flow = network.open((f"p{ours}", *between, f"d{theirs}.{nic}"), self.done)
         scale = draw.uniform(0.2, 1.8)
         network.produce(flow, scale * load.size, scale * load.seconds, last=True)
         self.going += 1
@@ -191,8 +198,8 @@ def cpu(options: argparse.Namespace) -> Rows:
         us = {name: statistics.median(each) for name, each in spent.items()}
         drive = Drive(load, transfers["compiled"], Fluid())
         drive.run()
-        carried = sum(drive.network.carried(port) for port in drive.network.ports if port[0] == "d")
-        busy = carried / (load.nic * load.decodes * load.nics * drive.ended)
+        reached = sum(drive.network.carried(port) for port in drive.network.ports if port[0] == "d")
+        busy = reached / (load.nic * load.decodes * load.nics * drive.ended)
         rows.append(
             {"workers": str(load), "transfers/s": load.rate, "most at once": drive.most, "NICs busy %": busy * 100,
              "changes/transfer": changes["compiled"] / transfers["compiled"], "us/change": us["compiled"], "plain us/change": us["plain"],
@@ -206,7 +213,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arrivals", type=int, default=1_000_000)
     parser.add_argument("--cases", type=int, default=100)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", choices=["theory", "simgrid", "incast", "cpu"])
     parser.add_argument("--json", action="store_true", help="also write bench/out/fluid.json")
     options = parser.parse_args()
