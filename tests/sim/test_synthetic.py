@@ -79,6 +79,21 @@ def test_sessions_of_a_closed_loop() -> None:
     assert found.sessions / found.span_s == pytest.approx(0.5, rel=0.1)
 
 
+def test_prompts_may_share_only_how_they_begin() -> None:
+    arrivals = tuple(Arrival(k, 2_000 + k, 9, (0, 1, 2 * k + 2, 2 * k + 3)) for k in range(300))
+    fitted = fit(Trace("t", 300, arrivals))
+    assert fitted.reuse is not None
+    assert (fitted.reuse.common, fitted.reuse.follow) == (2, 0.0)
+    assert again(Trace("t", 300, arrivals), 300).hit == pytest.approx(describe(Trace("t", 300, arrivals)).hit, abs=0.01)
+
+
+def test_sessions_of_which_nothing_is_known_but_the_lengths() -> None:
+    arrivals = [Arrival(10.0 * (k // 4), 100 + k, 9, (), k - 1 if k % 4 else -1, 2.0 * (k % 4)) for k in range(400)]
+    found = again(Trace("t", 0, tuple(arrivals)), 400)
+    assert (found.hit, found.sessions, found.think_p50) == (None, 100, pytest.approx(4.0))
+    assert found.prompt.mean == pytest.approx(300, rel=0.1)
+
+
 def test_prompt_and_answer_go_together_as_in_the_trace() -> None:
     rng = random.Random(1)
     tokens = [int(rng.lognormvariate(7, 1)) + 1 for _ in range(3_000)]
@@ -138,7 +153,7 @@ def test_a_likeness_that_contradicts_itself_is_refused(tmp_path: Path) -> None:
         r"like\.json: times\.cv: -1\.0; it lies from 0\.01 to 100": {"times": fitted["times"] | {"cv": -1.0}},
         r"fresh\.prompt: a table has 106 quantiles, ascending": {"fresh": fitted["fresh"] | {"prompt": [1.0]}},
         r"unknown field `tempo`": {"tempo": 3},
-        r"block: 0, so there is no reuse; leave out reuse": {"block": 0},
+        r"block: 0, so there is no reuse; leave it out": {"block": 0},
         r"missing required field `name`": {"name": None},
     }
     for match, change in cases.items():

@@ -166,7 +166,7 @@ def _closed(
             if turn and rng.random() >= sessions.steady:
                 score = rng.gauss(0, 1)
             tokens = max(1, round(_at_phase(sessions.phases, turn / max(1, turns - 1), _level(score))))
-            whole = tokens // fitted.block
+            whole = tokens // fitted.block if fitted.block else 0
             possible = min(len(before), whole)
             kept: tuple[int, ...] = before[: round(quantile(sessions.kept, rng.random()) * possible)]
             blocks = (*kept, *range(named, named + whole - len(kept)))

@@ -158,12 +158,8 @@ def _times(trace: Trace) -> Times:
     rate = (len(times) - 1) / (times[-1] - times[0])
     one, ten, sixty = (dispersion(times, window) for window in (1.0, 10.0, 60.0))
     base = min(max(cv, 0.05), 3.0)
-    if ten is None or sixty is None or one is None or sixty < 1.3 * base**2 or ten <= base**2:
-        base = min(max(cv, 0.05), 10.0)
-        if sixty is None or sixty < 1.3 * base**2:
-            return Times(rate, base)
-    assert one is not None  # noqa: S101  # shorter windows are more
-    assert ten is not None  # noqa: S101
+    if one is None or ten is None or sixty is None or sixty < 1.3 * base**2:
+        return Times(rate, min(max(cv, 0.05), 10.0))
     c, spread, memory = min(1.0, base**2), 0.0, 1.0
     for _ in range(20):
         memory = _memory((sixty - c) / max(ten - c, 1e-3))

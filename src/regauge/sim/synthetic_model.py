@@ -153,7 +153,5 @@ def _check(path: Path, fitted: Fitted) -> None:
     for field, (value, low, high) in limits.items():
         if not low <= value <= high:
             raise ConfigError(f"{path}: {field}: {value}; it lies from {low:g} to {high:g}")
-    if not fitted.block and (fitted.reuse or fitted.sessions):
-        raise ConfigError(
-            f"{path}: block: 0, so there is no reuse; leave out reuse and sessions, or give the tokens of a block"
-        )
+    if not fitted.block and fitted.reuse:
+        raise ConfigError(f"{path}: block: 0, so there is no reuse; leave it out, or give the tokens of a block")

@@ -142,8 +142,8 @@ def tokens(lines: Lines, number: int, name: str, value: float | str) -> int:
     """Return a number of tokens, 0 or more, as int. Raises ConfigError for anything else."""
     try:
         found = float(value)
-    except ValueError:
-        lines.refuse(number, f"{name}: {value[:40]!r} is no number of tokens" if isinstance(value, str) else name)
+    except (ValueError, OverflowError):
+        lines.refuse(number, f"{name}: {str(value)[:40]!r} is no number of tokens; 0 to {MAX_TOKENS:,} are")
     if not (isfinite(found) and 0 <= found <= MAX_TOKENS and found == int(found)):
         lines.refuse(number, f"{name}: {value} is no number of tokens; 0 to {MAX_TOKENS:,} are")
     return int(found)
@@ -153,7 +153,7 @@ def seconds(lines: Lines, number: int, name: str, value: float | str) -> float:
     """Return a finite number of seconds, not negative. Raises ConfigError for anything else."""
     try:
         found = float(value)
-    except ValueError:
+    except (ValueError, OverflowError):
         lines.refuse(number, f"{name}: {str(value)[:40]!r} is no time in seconds")
     if not isfinite(found) or found < 0:
         lines.refuse(number, f"{name}: {value}; times are finite and not negative")
