@@ -5,10 +5,10 @@
 FOLDER holds mooncake_conversation.jsonl and mooncake_synthetic.jsonl (kvcache-ai/Mooncake, FAST25-release/traces), azure2023_code.csv
 (Azure/AzurePublicDataset) and weka_agent_compact.jsonl (of callanjfox/kv-cache-tester); what is not there is left out, and said so.
 
-12 prefill workers (prefix caches of 2,000 blocks of 512 tokens) and 4 decode workers with 2 NICs each. Rates are set by the trace: decode's NICs have a load of 0.8, prefill
-0.55 if as much is cached as an endless cache would have; both over the middle nine tenths of the tokens, of requests that come as if each were served at once. Mooncake's ticks of
-3 s are spread at random by seed; agents' sessions begin at random by seed, and each turn waits for the answer before it and its think time. The first tenth of the requests
-fills the caches and is not counted.
+12 prefill workers (prefix caches of 1,024,000 tokens) and 4 decode workers with 2 NICs each. Each seed has another part of the trace. Rates are set by the part: decode's NICs have
+the load that the table says, prefill 0.7 of it, if as much is cached as an endless cache would have; both over the middle nine tenths of the tokens, of requests that come as if
+each were served at once. Mooncake's ticks of 3 s are spread at random by seed; of agents' sessions there are the first 4 turns, sessions begin at random by seed, and each turn waits
+for the answer before it and its think time. The first tenth of the requests fills the caches and is not counted.
 
 x ± y: mean of the seeds and half of its 95 % interval (Student's t). "over": mean TTFT over that of network-aware routing with credit, mean of the seeds' ratios; all
 policies of one seed see the same requests.
@@ -19,12 +19,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 import numpy as np
+
 from harness import write_json
 from regauge.config import RouteConfig
 from regauge.move.flow_types import POLICIES as FLOWS
@@ -34,12 +36,14 @@ from regauge.sim.cluster import Cluster, Level
 from regauge.sim.confidence import Estimate, estimate
 from regauge.sim.engines import DecodeModel, PrefillModel
 from regauge.sim.fleet import Fleet
-from regauge.sim.summary import Pooled, Summary, flat, pooled, summarize
+from regauge.sim.summary import Pooled, Summary, pooled, summarize
 from regauge.sim.trace import BLOCK, Arrival, Trace, read
 from regauge.sim.trace_shape import dequantised, parse_slice, scaled, sliced, staggered
 from regauge.sim.trace_stats import hit
 
-NIC_LOAD, PREFILL_LOAD = 0.8, 0.55
+PREFILL_LOAD = 0.7
+"""Over that of decode's NICs."""
+TURNS = 4
 WARM = 0.1
 OURS = "network-aware, credit"
 SERVICE_S = 2.0
@@ -53,25 +57,38 @@ class Study:
     file: str
     what: str
     ttft_s: float
-    tpot_s: float = 0.1
+    load: float
+    """Of decode's NICs. Of a trace that comes in bursts many times its mean, low."""
     scale: float = 1.0
     sessions_per_s: float = 0.0
     """Of a trace whose sessions have no begin of their own."""
+    tpot_s: float = 0.1
 
 
 STUDIES = (
-    Study("mooncake_conversation.jsonl", "conversations (Mooncake)", 5.0, scale=5.0),
-    Study("mooncake_synthetic.jsonl", "synthetic (Mooncake)", 5.0, scale=4.0),
-    Study("azure2023_code.csv", "code completion (Azure 2023)", 1.0, scale=5.0),
-    Study("weka_agent_compact.jsonl", "agents' sessions (Weka)", 5.0, sessions_per_s=0.2),
+    Study("mooncake_conversation.jsonl", "conversations (Mooncake)", 3.0, 0.8, scale=5.0),
+    Study("mooncake_synthetic.jsonl", "synthetic (Mooncake)", 3.0, 0.8, scale=4.0),
+    Study("azure2023_code.csv", "code completion (Azure 2023)", 1.0, 0.3, scale=5.0),
+    Study("weka_agent_compact.jsonl", "agents' sessions (Weka)", 3.0, 0.6, sessions_per_s=10.0),
 )
 
 
-def arrivals(study: Study, trace: Trace, seed: int) -> tuple[Arrival, ...]:
-    """Return what comes with a seed."""
-    if study.sessions_per_s:
-        return staggered(trace, study.sessions_per_s, seed).arrivals
-    return dequantised(trace, seed).arrivals
+def part(study: Study, trace: Trace, seed: int, count: int) -> Trace:
+    """Return the seed's part of a trace, from seed 1 on; of sessions, their first turns."""
+    if not study.sessions_per_s:
+        return dequantised(sliced(trace, parse_slice(f"{(seed - 1) * count}:{seed * count}r")), seed)
+    turns: list[int] = []
+    kept: list[int] = []
+    for place, each in enumerate(trace.arrivals):
+        turns.append(0 if each.after < 0 else turns[each.after] + 1)
+        if turns[place] < TURNS:
+            kept.append(place)
+    new = {old: place for place, old in enumerate(kept)}
+    first = tuple(
+        dataclasses.replace(trace.arrivals[old], after=new.get(trace.arrivals[old].after, -1)) for old in kept
+    )
+    own = sliced(dataclasses.replace(trace, arrivals=first), parse_slice(f"{(seed - 1) * count}:{seed * count}r"))
+    return staggered(own, study.sessions_per_s, seed)
 
 
 def tokens_per_s(given: Sequence[Arrival]) -> float:
@@ -86,12 +103,12 @@ def tokens_per_s(given: Sequence[Arrival]) -> float:
     return float((total[last] - total[first]) / max(times[last] - times[first], 1e-9))
 
 
-def cluster(given: Sequence[Arrival], block: int, transfers: Level) -> Cluster:
+def cluster(given: Sequence[Arrival], block: int, load: float, transfers: Level) -> Cluster:
     """Return 12 + 4 workers with the loads of the docstring, for these arrivals."""
     base = Cluster(decode_nics=2)
     tokens = tokens_per_s(given)
-    nic = tokens * base.bytes_per_token / base.decodes / base.decode_nics / NIC_LOAD
-    speed = tokens * (1 - (hit(given, block) if block else 0.0)) / base.prefills / PREFILL_LOAD
+    nic = tokens * base.bytes_per_token / base.decodes / base.decode_nics / load
+    speed = tokens * (1 - (hit(given, block) if block else 0.0)) / base.prefills / (PREFILL_LOAD * load)
     return dataclasses.replace(
         base,
         prefill=PrefillModel(speed, cache_blocks=2_000 * BLOCK // (block or BLOCK)),
@@ -110,14 +127,18 @@ def run(policy: str, flow: Policy, shape: Cluster, given: Sequence[Arrival], see
     return summarize(result, study.ttft_s, study.tpot_s, int(WARM * len(given)))
 
 
-def measure(study: Study, trace: Trace, seeds: int, transfers: Level) -> tuple[list[Pooled], dict[str, Estimate], str]:
+def measure(
+    study: Study, trace: Trace, count: int, seeds: int, transfers: Level
+) -> tuple[list[Pooled], dict[str, Estimate], str]:
     """Return each case's figures, its mean TTFT over ours, and what was simulated."""
     flows = FLOWS if transfers != "fluid" else FLOWS[:1]
     cases = list(itertools.product(POLICIES, flows))
     runs: dict[str, list[Summary]] = {f"{policy}, {flow.name}": [] for policy, flow in cases}
+    shapes: list[Cluster] = []
     for seed in range(1, seeds + 1):
-        given = arrivals(study, trace, seed)
-        shape = cluster(given, trace.block, transfers)
+        given = part(study, trace, seed, count).arrivals
+        shape = cluster(given, trace.block, study.load, transfers)
+        shapes.append(shape)
         for policy, flow in cases:
             runs[f"{policy}, {flow.name}"].append(run(policy, flow, shape, given, seed, study))
     ours = [summary.ttft.mean for summary in runs[OURS]]
@@ -126,10 +147,15 @@ def measure(study: Study, trace: Trace, seeds: int, transfers: Level) -> tuple[l
         for case, summaries in runs.items()
     }
     told = (
-        f"{study.what}: {len(trace):,} requests, decode NICs {shape.decode_nics} x {shape.decode_nic / 1e9:.2f} GB/s, "
-        f"prefill {shape.prefill.tokens_per_s:,.0f} tokens/s, SLO: TTFT {study.ttft_s:g} s, TPOT {study.tpot_s * 1e3:g} ms"
+        f"{study.what}: {count:,} requests, NICs at {study.load:g} ({between([s.decode_nic / 1e9 for s in shapes])} GB/s), "
+        f"prefill at {PREFILL_LOAD * study.load:.2g} ({between([s.prefill.tokens_per_s / 1e3 for s in shapes])} thousand tokens/s), "
+        f"SLO: TTFT {study.ttft_s:g} s, TPOT {study.tpot_s * 1e3:g} ms"
     )
     return [pooled(case, summaries) for case, summaries in runs.items()], over, told
+
+
+def between(values: Sequence[float]) -> str:
+    return f"{min(values):.2g} to {max(values):.2g}"
 
 
 def markdown(told: str, rows: Sequence[Pooled], over: dict[str, Estimate], seeds: int) -> str:
@@ -181,9 +207,9 @@ def main() -> int:
         if not path.exists():
             print(f"left out: {path} is not there")
             continue
-        trace = read(path)
-        trace = sliced(trace, parse_slice(f"0:{min(options.requests, len(trace))}r"))
-        rows, over, told = measure(study, scaled(trace, study.scale), options.seeds, options.transfers)
+        trace = scaled(read(path), study.scale)
+        rows, over, told = measure(study, trace, options.requests, options.seeds, options.transfers)
+        print(f"{study.what}: {time.process_time() - began:.0f} s of CPU so far", file=sys.stderr)
         tables.append(markdown(told, rows, over, options.seeds))
         print(tables[-1])
         print(verdict(study, over) + "\n")
