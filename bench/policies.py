@@ -7,7 +7,8 @@ FOLDER holds mooncake_conversation.jsonl and mooncake_synthetic.jsonl (kvcache-a
 
 12 prefill workers (prefix caches of 1,024,000 tokens) and 4 decode workers with 2 NICs each. Each seed has another part of the trace. Rates are set by the part: decode's NICs have
 the load that the table says, prefill 0.7 of it, if as much is cached as an endless cache would have; both over the middle nine tenths of the tokens, of requests that come as if
-each were served at once. Mooncake's ticks of 3 s are spread at random by seed; of agents' sessions there are the first 4 turns, sessions begin at random by seed, and each turn waits
+each were served at once. Mooncake's ticks of 3 s are spread at random by seed; of agents' sessions there are the first 4 turns, think times are cut to
+30 s so that few sessions overlap as many would, sessions begin at random by seed, and each turn waits
 for the answer before it and its think time. The first tenth of the requests fills the caches and is not counted.
 
 x ± y: mean of the seeds and half of its 95 % interval (Student's t). "over": mean TTFT over that of network-aware routing with credit, mean of the seeds' ratios; all
@@ -43,7 +44,7 @@ from regauge.sim.trace_stats import hit
 
 PREFILL_LOAD = 0.7
 """Over that of decode's NICs."""
-TURNS = 4
+TURNS, THINK_S = 4, 30.0
 WARM = 0.1
 OURS = "network-aware, credit"
 SERVICE_S = 2.0
@@ -69,7 +70,7 @@ STUDIES = (
     Study("mooncake_conversation.jsonl", "conversations (Mooncake)", 3.0, 0.8, scale=5.0),
     Study("mooncake_synthetic.jsonl", "synthetic (Mooncake)", 3.0, 0.8, scale=4.0),
     Study("azure2023_code.csv", "code completion (Azure 2023)", 1.0, 0.3, scale=5.0),
-    Study("weka_agent_compact.jsonl", "agents' sessions (Weka)", 3.0, 0.6, sessions_per_s=10.0),
+    Study("weka_agent_compact.jsonl", "agents' sessions (Weka)", 10.0, 0.6, sessions_per_s=10.0),
 )
 
 
@@ -85,7 +86,8 @@ def part(study: Study, trace: Trace, seed: int, count: int) -> Trace:
             kept.append(place)
     new = {old: place for place, old in enumerate(kept)}
     first = tuple(
-        dataclasses.replace(trace.arrivals[old], after=new.get(trace.arrivals[old].after, -1)) for old in kept
+        dataclasses.replace(each, after=new.get(each.after, -1), think_s=min(each.think_s, THINK_S))
+        for each in (trace.arrivals[old] for old in kept)
     )
     own = sliced(dataclasses.replace(trace, arrivals=first), parse_slice(f"{(seed - 1) * count}:{seed * count}r"))
     return staggered(own, study.sessions_per_s, seed)
