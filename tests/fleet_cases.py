@@ -25,7 +25,7 @@ POLICY_NAMES: tuple[PolicyName, ...] = ("round-robin", "least-load", "prefix", "
 
 
 @st.composite
-def clusters(draw: st.DrawFn, levels: Sequence[Level] = ("fluid", "flow")) -> Cluster:
+def clusters(draw: st.DrawFn, levels: Sequence[Level] = ("fluid", "flow", "protocol")) -> Cluster:
     """Up to 3 + 3 workers, few slots and pages, NICs that are soon full."""
     computer = draw(st.sampled_from((None, PrefillModel(4_000.0, cache_blocks=20))))
     return Cluster(
@@ -85,9 +85,12 @@ def serve(
     arrivals: Sequence[Arrival],
     policy: PolicyName = "network-aware",
     faults: Sequence[Fault] = (),
+    offload_tokens: int = 0,
 ) -> tuple[Fleet, Result]:
     """Serve a trace to its end."""
-    fleet = Fleet(cluster, RouteConfig(policy=policy, block_tokens=512), 1, faults=faults)
+    fleet = Fleet(
+        cluster, RouteConfig(policy=policy, block_tokens=512, offload_tokens=offload_tokens), 1, faults=faults
+    )
     return fleet, fleet.run(arrivals)
 
 

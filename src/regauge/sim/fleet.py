@@ -422,6 +422,7 @@ class Fleet:
             hit = [t for t in self._tasks.values() if t.decode is self.decodes[name]]
         for task in hit:
             self._fail(task, name, "worker_lost", role)
+        self.transfers.died(name)
         if role == "prefill":
             self.prefills[name].die()
         elif (computer := self.decodes[name].computer) is not None:
@@ -435,6 +436,7 @@ class Fleet:
         else:
             self.decodes[name].begin_anew()
         self.router.join(self._worker(name), now)
+        self.transfers.returned(name)
         for number, (_, wait) in self._waits.items():
             self.clock.call(max(now, wait.earliest), self._again, (number, wait))
 

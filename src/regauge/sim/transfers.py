@@ -15,6 +15,7 @@ from regauge.sim.engines import Decode, Task
 from regauge.sim.network import Flow, Network
 from regauge.sim.paths import Paths
 from regauge.sim.transfers_flow import Controlled
+from regauge.sim.transfers_protocol import Machines
 
 
 class Transfers(Protocol):
@@ -39,6 +40,12 @@ class Transfers(Protocol):
 
     def over(self, port: str) -> list[Task]:
         """Return the tasks whose transfers cross a port."""
+
+    def died(self, name: str) -> None:
+        """A worker is gone; its transfers have been aborted."""
+
+    def returned(self, name: str) -> None:
+        """A worker is back, as another process."""
 
 
 class Way:
@@ -105,6 +112,12 @@ class Fluid:
                 tasks.append(task)
         return tasks
 
+    def died(self, name: str) -> None:
+        """Nothing more: nobody else knows of links."""
+
+    def returned(self, name: str) -> None:
+        """Nothing."""
+
     def _done(self, task: Task) -> None:
         way = task.flow
         assert isinstance(way, Way)  # noqa: S101  # it was opened
@@ -127,4 +140,5 @@ def carrier(
     """Return the cluster's level of detail. `landed` is told of transfers that are over, `refused` of those that decode does not take."""
     if cluster.transfers == "fluid":
         return Fluid(cluster, network, landed)
-    return Controlled(cluster, clock, network, landed, refused, ttft_s)
+    level = Machines if cluster.transfers == "protocol" else Controlled
+    return level(cluster, clock, network, landed, refused, ttft_s)

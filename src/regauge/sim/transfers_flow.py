@@ -135,6 +135,12 @@ class Controlled:
                 tasks.append(task)
         return tasks
 
+    def died(self, name: str) -> None:
+        """Nothing more: its transfers have been ended on both sides."""
+
+    def returned(self, name: str) -> None:
+        """Nothing."""
+
     def _do(self, actions: Sequence[FlowAction]) -> None:
         """Carry out what a receiver decides; the sender hears of it a delay later."""
         then = self._clock.now + self._cluster.delay_s
