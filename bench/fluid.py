@@ -4,7 +4,7 @@
 
 theory: one port with Poisson arrivals. Mean slowdown of M/G/1-PS is 1/(1 - load) for all sizes; mean response by SRPT is Schrage and Miller's integral, M/D/1's Pollaczek and
 Khinchine's. error %: over theory; chance %: standard error of the simulated mean, from 20 batches.
-simgrid: random topologies, flows and links that change their rate, in SimGrid with its TCP switched off (tests/real_simgrid/simgrid_run.py has the settings), and, as a check
+simgrid: random topologies, flows and links that become slower, in SimGrid with its TCP switched off (tests/real_simgrid/simgrid_run.py has the settings), and, as a check
 that the two are not one program, with SimGrid's own defaults. Without SimGrid (scripts/install-simgrid) this part says so and is left out.
 incast: simultaneous transfers into one NIC, over the time of one.
 cpu: fleets whose prompts become ready while they are computed. A change is a call that gives bytes, or an event at which a flow runs dry, stops producing or is done; its cost

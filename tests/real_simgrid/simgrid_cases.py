@@ -30,7 +30,7 @@ class Sent:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A link gets another rate."""
+    """A link gets another rate, less than it had."""
 
     at: float
     link: str
@@ -62,7 +62,11 @@ def _topology(draw: random.Random, ends: Ends) -> Topology:
 
 
 def random_case(seed: int, flows: int = 60) -> Case:
-    """Return a random topology with unlike NICs, flows that overlap, and links that become slower and faster."""
+    """Return a random topology with unlike NICs, flows that overlap, and links that become slower.
+
+    Not faster: SimGrid 3.32 holds a flow to the least rate that its links had when it began (30 GB over a link of 10 GB/s that is one of
+    20 GB/s from the first second on take 3 s there, not 2). Ports that become faster are compared with `regauge.sim.reference`.
+    """
     draw = random.Random(seed)  # no secret
     ends = Ends(draw.randint(2, 12), draw.randint(1, 4), draw.choice([1, 2]), draw.choice([1, 2]))
     topology = _topology(draw, ends)
@@ -82,7 +86,7 @@ def random_case(seed: int, flows: int = 60) -> Case:
         sent.append(Sent(now, float(int(draw.lognormvariate(22.0, 1.0))), way))
     used = sorted({link for flow in sent for link in flow.links})
     changes = [
-        Change(draw.uniform(0, now), link, links[link] * draw.choice([0.2, 0.5, 1.5]))
+        Change(draw.uniform(0, now), link, links[link] * draw.choice([0.2, 0.5]))
         for link in draw.sample(used, min(3, len(used)))
     ]
     return Case(links, tuple(sent), tuple(changes))

@@ -124,8 +124,6 @@ class Network:
         """Return the bytes that are ready and wait for a port."""
         return self._fluid.backlog(self._number(port), self._clock.now)
 
-    rest = backlog
-
     def load(self, port: str) -> float:
         """Return the share of a port's rate that is used now; of a port that is down, 0."""
         used, rate = self._fluid.used(self._number(port)), self.ports[port]
