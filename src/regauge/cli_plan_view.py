@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import ceil
 from pathlib import Path
 
 from rich import box
@@ -11,10 +12,11 @@ from rich.table import Table
 from rich.text import Text
 
 from regauge.sim.article_plan import Planned
+from regauge.sim.ask import NETWORK_MOST
 from regauge.sim.devices import Catalogue, Figure
 from regauge.sim.model import Interval
 from regauge.sim.money import Money
-from regauge.sim.plan_result import ENDLESS, Need, Plan
+from regauge.sim.plan_result import ENDLESS, Need, Plan, PoolPlan
 from regauge.sim.plan_run import Simulated
 from regauge.sim.words import seconds
 
@@ -132,7 +134,7 @@ def _servers(plan: Plan) -> Table:
     table = _table("", "servers", "span", "NICs", "load", "busy", "binds")
     for pool in (plan.prefill, plan.decode):
         table.add_row(
-            pool.side, f"{pool.servers}", f"{pool.span}", f"{pool.nics} x {pool.nic}", _range(pool.load, _percent),
+            pool.side, f"{pool.servers}", f"{pool.span}", _nics(plan, pool), _range(pool.load, _percent),
             _range(pool.busy, _percent), f"{pool.binds}, {pool.margin:.2g} x the next",
         )  # fmt: skip
     table.add_row("P:D", f"{plan.ratio:.3g}", "", "", "", "", plan.idle)
@@ -142,6 +144,13 @@ def _servers(plan: Plan) -> Table:
         "decode prefills", said, "", "", "", "", f"uncached, {offload.share:.0%} of the requests: {offload.why}"
     )
     return table
+
+
+def _nics(plan: Plan, pool: PoolPlan) -> str:
+    """NICs of a server, and how many would bear the mean load."""
+    load = plan.network.egress_load if pool.side == "prefill" else plan.network.ingress_load
+    enough = max(ceil(pool.nics * load.high / NETWORK_MOST.value), 1)
+    return f"{pool.nics} x {pool.nic}" + (f" ({enough} would do)" if enough < pool.nics else "")
 
 
 def _needs(plan: Plan) -> Table:
@@ -176,7 +185,9 @@ def _times(plan: Plan, run: Simulated | None) -> Table:
         table.add_row(name, *(_range(x, seconds) for x in columns), _range(times.met, _percent))
     if run is not None:
         for name, found in (("first token, simulated", run.ttft), ("per token, simulated", run.tpot)):
-            table.add_row(name, *(seconds(x) for x in (found.mean, found.p50, found.p90, found.p99)), _percent(found.met))
+            table.add_row(
+                name, *(seconds(x) for x in (found.mean, found.p50, found.p90, found.p99)), _percent(found.met)
+            )
     table.add_row("goodput", _range(plan.goodput, _per_s), "", "", "", f"highest rate {_range(plan.most, _per_s)}")
     return table
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from regauge.errors import ConfigError, Refused
 from regauge.layout.presets import load_named
-from regauge.sim.answer import answer
+from regauge.sim.answer import answer, plan
 from regauge.sim.ask import Ask, Pool, Slo
 from regauge.sim.devices import Accelerator, Catalogue, Figure, Nic, shipped
 from regauge.sim.memory import kept
@@ -104,10 +104,13 @@ def test_the_servers_that_are_found_suffice_and_one_less_does_not() -> None:
     fewer = answer(ask(rate=150.0, prefill=pool(servers=plan.prefill.servers - 1)), changes=False)
     assert not fewer.fits
     assert (
-        f"prefill: TTFT asks for {plan.prefill.servers} servers of Card, {plan.prefill.servers - 1} are there"
+        f"prefill: TTFT asks for {plan.prefill.servers} servers of Card in instances of 1, {plan.prefill.servers - 1} are there"
         in fewer.problems
     )
-    assert f"prefill: {plan.prefill.servers} servers of Card" in fewer.remedies
+    assert fewer.remedies[0].startswith(
+        f"{plan.prefill.servers} prefill and {plan.decode.servers} decode servers, in instances of 1 and "
+    )
+    assert fewer.enough == plan.enough == (plan.prefill.servers, plan.decode.servers)
     one = answer(ask(rate=150.0, decode=pool(servers=1)), changes=False)
     assert any(p.startswith("decode: ") for p in one.problems)
     assert one.most.value < 150.0
@@ -196,6 +199,7 @@ def test_times_that_no_number_of_servers_meets() -> None:
     )
     assert any("a step of one request takes" in p for p in plan.problems)
     assert plan.goodput.high == 0.0
+    assert plan.enough == (0, 0)
 
 
 def test_a_narrow_network_binds_and_delta_sends_less() -> None:
@@ -207,6 +211,16 @@ def test_a_narrow_network_binds_and_delta_sends_less() -> None:
     assert one.network.ingress_load.value == pytest.approx(100 * 1000 * 131_072 / 10e9)
     assert next(n for n in one.decode.needs if n.what == "network").servers.value == ceil(1.31072 / 0.8)
     assert one.ttft.p90.value == ENDLESS
+
+
+def test_a_switch_that_is_too_small_says_which_fabric_would_do() -> None:
+    plan = answer(ask(prefill=pool(servers=80), decode=pool(servers=20)), changes=False)
+    assert plan.problems == ("network: 200 NICs need a port each, 128 ports of 400G has 128",)
+    assert plan.remedies[-1].startswith(
+        "network: 2 such switches, one for each rail, KV crossing from NIC i to NIC i: 200 ports of 256"
+    )
+    wide = answer(ask(prefill=pool(servers=160), decode=pool(servers=20)), changes=False)
+    assert wide.remedies[-1].startswith("network: a fat tree of ")
 
 
 def test_conversion_is_decided_by_the_planner_of_layouts() -> None:
@@ -313,3 +327,28 @@ def test_unlike_prompts_and_bursts_wait_longer() -> None:
     bursts = answer(ask(workload=replace(ask(30.0).workload, arrival_cv2=8.0), prefill=pool(servers=6)), changes=False)
     assert spread(even) < spread(uneven)
     assert even.ttft.mean.value < bursts.ttft.mean.value
+
+
+@QUICK
+@given(
+    rate=st.sampled_from([0.5, 20.0, 400.0]), hit=st.sampled_from([0.0, 0.9]), given_=st.tuples(st.integers(0, 30), st.integers(0, 8)),
+    slo=st.builds(Slo, st.sampled_from([0.1, 1.0, 30.0]), st.sampled_from([0.011, 0.03, 0.1]), st.sampled_from([0.5, 0.99])),
+    memory_gb=st.sampled_from([12.0, 50.0]), wide=st.booleans(),
+)  # fmt: skip
+def test_a_plan_fits_where_its_servers_hold(
+    rate: float, hit: float, given_: tuple[int, int], slo: Slo, memory_gb: float, *, wide: bool
+) -> None:
+    load = of_lengths(Lengths(4000, 30_000 if wide else 0), Lengths(200), rate, hit=hit)
+    question = ask(
+        memory_gb=memory_gb, workload=load, slo=slo, prefill=pool(servers=given_[0]), decode=pool(servers=given_[1])
+    )
+    try:
+        found = facts(question)
+    except Refused:
+        return
+    with_ = shape(found)
+    answered = plan(found, with_)
+    assert State(found, with_, rate, "value").holds() == (
+        not [p for p in answered.problems if not p.startswith("network: ")]
+    )
+    assert not answered.fits or answered.most.value >= rate * 0.999

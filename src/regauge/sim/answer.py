@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from math import inf
 
 import numpy as np
@@ -15,6 +16,7 @@ from regauge.sim.queueing import sharing, sharing_tail
 from regauge.sim.sizing import Shape, State, beside, decode_needs, landed, prefill_needs, shape
 from regauge.sim.whatif import what_if
 from regauge.sim.words import idle, problems, remedies, why
+from regauge.sim.workload import Floats
 
 _RATE_HALVINGS = 24
 
@@ -37,12 +39,14 @@ def plan(found: Facts, with_: Shape, *, changes: bool = False) -> Plan:
     network = _network(found, with_, states)
     most = interval(_most(found, with_, s) for s in states)
     troubles = problems(ask, states[1], prefill, decode, network)
-    exact = prefill.needs[0].exact / decode.needs[0].exact
+    free = _free(found)
+    enough = (free.prefill_servers, free.decode_servers) if free is not None else (0, 0)
+    ratio = _most_asked(prefill) / _most_asked(decode)
     result = Plan(
         ask, _mix(found, states), prefill, decode, network, _times(states, State.ttft, lambda s: s.ttft_mean, State.ttft_met),
         _times(states, State.tpot, lambda s: s.step_s, State.tpot_met),
-        interval(ask.workload.rate * m for m in met), most, exact, _offload(found, with_, states[1], decode), troubles,
-        remedies(ask, prefill, decode, network), idle(prefill, decode), _assumed(found), found.fit, (),
+        interval(ask.workload.rate * m for m in met), most, ratio, _offload(found, with_, states[1], decode), enough, troubles,
+        remedies(ask, prefill, decode, network, free), idle(prefill, decode), _assumed(found), found.fit, (),
     )  # fmt: skip
     return what_if(result, with_, answer) if changes else result
 
@@ -162,28 +166,56 @@ def _mix(found: Facts, states: list[State]) -> Mix:
     )  # fmt: skip
 
 
+def _free(found: Facts) -> Shape | None:
+    """The servers that would be found if none were given; none if no number meets what is asked."""
+    ask = found.ask
+    pools = [replace(pool, servers=0) for pool in (ask.prefill, ask.decode)]
+    asked = (
+        found
+        if pools == [ask.prefill, ask.decode]
+        else facts(replace(ask, prefill=pools[0], decode=pools[1], points=()))
+    )
+    best = shape(asked)
+    return best if State(asked, best, ask.workload.rate, "low" if ask.sure else "value").holds() else None
+
+
+def _most_asked(pool: PoolPlan) -> float:
+    """Servers that the constraints which can be met ask for, before rounding."""
+    return max((need.exact for need in pool.needs if need.exact < ENDLESS), default=1.0)
+
+
 def _offload(found: Facts, with_: Shape, state: State, decode: PoolPlan) -> Offload:
-    """The balance of PrfaaS (arXiv 2604.15039v2), decode's own work counted: the longest prompt up to which decode is no busier."""
     load = found.ask.workload
-    here, there = state.prefill_s, found.prefill_s(with_.decode_span, state.which, found.decode)
     fresh = load.prompt - load.cached
     order = np.argsort(fresh, kind="stable")
-    moved = np.concatenate([[0.0], np.cumsum((load.weight * there)[order])]) * load.rate / with_.decode
-    left = (
-        (float(load.weight @ here) - np.concatenate([[0.0], np.cumsum((load.weight * here)[order])]))
-        * load.rate
-        / with_.prefill
-    )
+    here, there = state.prefill_s, found.prefill_s(with_.decode_span, state.which, found.decode)
     own = decode.needs[0].exact / decode.servers
-    fits = np.nonzero(own + moved <= left)[0]
-    count = int(fits[-1]) if len(fits) else 0
+    count, at = balance(
+        (load.weight * here)[order] * (load.rate / with_.prefill),
+        (load.weight * there)[order] * (load.rate / with_.decode),
+        own,
+    )
     quicker = _quicker(found, with_)
+    alone = float(load.weight @ here) * load.rate / with_.prefill
     if not count:
-        text = f"decode's own work takes {own:.0%} of it, prefill is busy {left[0]:.0%}: decode has nothing to spare"
+        text = f"decode's own work takes {own:.0%} of it, prefill is busy {alone:.0%}: decode has nothing to spare"
         return Offload(0.0, 0.0, quicker, text)
     share = float(load.weight[order][:count].sum())
-    text = f"both are then busy {left[count]:.0%}; prefill alone would be {left[0]:.0%}, decode {own:.0%}"
+    text = f"both are then busy {at:.0%}; prefill alone would be {alone:.0%}, decode {own:.0%}"
     return Offload(float(fresh[order][count - 1]), share, quicker, text)
+
+
+def balance(here: Floats, there: Floats, own: float) -> tuple[int, float]:
+    """Return how many of the shortest prompts decode should prefill, and the load of prefill then: the balance of PrfaaS (arXiv
+    2604.15039v2), decode's own work counted, so that decode is as busy as prefill or a little less.
+
+    `here`, `there`: load that each prompt, shortest first, puts on the prefill pool or on the decode pool; `own`: decode's load without.
+    """
+    moved = np.concatenate([[0.0], np.cumsum(there)])
+    left = float(here.sum()) - np.concatenate([[0.0], np.cumsum(here)])
+    fits = np.nonzero(own + moved <= left)[0]
+    count = int(fits[-1]) if len(fits) else 0
+    return count, float(left[count])
 
 
 def _quicker(found: Facts, with_: Shape) -> float:
@@ -204,6 +236,7 @@ def _assumed(found: Facts) -> tuple[Assumed, ...]:
         ("compute", COMPUTE in (ask.prefill.compute, ask.decode.compute)),
         ("memory", MEMORY in (ask.prefill.memory, ask.decode.memory)),
         ("spanning", found.prefill.spans[-1] > 1 or found.decode.spans[-1] > 1),
+        ("overhead", 0.0 in (ask.prefill.overhead_s, ask.decode.step_overhead_s)),
         ("network", NETWORK_MOST.value < 1.0),
         ("reserve", RESERVE in (ask.prefill.reserve, ask.decode.reserve)),
     ]

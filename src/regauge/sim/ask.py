@@ -53,6 +53,11 @@ ASSUMED: Mapping[str, Assumed] = {
     ),
     "memory": Assumed("part of the memory bandwidth that a decode step reaches", MEMORY, "assumed, no source"),
     "spanning": Assumed("what a further server adds to an instance that spans servers", SPANNING, "assumed, no source"),
+    "overhead": Assumed(
+        "seconds of a prefill and of a decode step beside the roofline", exactly(0.0),
+        "not counted unless given (overhead=, step-overhead=) or measured; 1,000 tokens take 0.44 s on 8 x H200 in arXiv 2604.15039v2, nearly "
+        "all of it overhead",
+    ),
     "network": Assumed("mean load up to which NICs are planned", NETWORK_MOST, "assumed: processor sharing is at 5 times alone there"),
     "reserve": Assumed(
         "part of a card's memory that is neither weights nor KV", exactly(RESERVE),

@@ -13,7 +13,7 @@ from regauge.sim.plan_result import ENDLESS, Plan
 from regauge.sim.plan_run import Simulated
 from regauge.sim.revenue import Listed
 
-_ANSWER = ("mix", "prefill", "decode", "network", "ttft", "tpot", "goodput", "most", "ratio", "offload", "problems", "remedies", "idle",
+_ANSWER = ("mix", "prefill", "decode", "network", "ttft", "tpot", "goodput", "most", "ratio", "offload", "enough", "problems", "remedies", "idle",
            "assumed", "fit", "what_if")  # fmt: skip
 
 

@@ -72,8 +72,9 @@ class PoolPlan:
 
     @property
     def margin(self) -> float:
-        """How many times as many servers it asks for as the next one."""
-        return self.needs[0].exact / self.needs[1].exact if len(self.needs) > 1 and self.needs[1].exact > 0.0 else 1.0
+        """How many times as many servers it asks for as the next one; 1 where no number of servers would do."""
+        first, *others = (need.exact for need in self.needs)
+        return first / others[0] if others and others[0] > 0.0 and first < ENDLESS else 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +197,8 @@ class Plan:
     ratio: float
     """Prefill servers for one decode server that the work asks for, before rounding."""
     offload: Offload
+    enough: tuple[int, int]
+    """The fewest prefill and decode servers that meet what is asked, whatever number was given; (0, 0): no number does."""
     problems: tuple[str, ...]
     """What is not met; empty: the plan fits."""
     remedies: tuple[str, ...]

@@ -163,6 +163,13 @@ class Step:
         """Return the seconds of a step."""
         return self._at(batch)[0]
 
+    def between(self, batch: float) -> float:
+        """Return the seconds of a step, linear between whole batches; `ENDLESS` beyond all."""
+        if isinf(batch) or batch > MAX_BATCH:
+            return ENDLESS
+        low = max(int(batch), 1)
+        return self(low) + (self(low + 1) - self(low)) * max(batch - low, 0.0)
+
     def computing(self, batch: int) -> bool:
         """Say whether a step is bound by computing, not by the memory's bandwidth."""
         return self._at(batch)[1]

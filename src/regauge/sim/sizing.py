@@ -18,7 +18,7 @@ import numpy as np
 
 from regauge.sim.ask import NETWORK_MOST, Ask
 from regauge.sim.plan_result import ENDLESS, Memory, Mix, Need, Network, Offload, Plan, PoolPlan, Times, WhatIf
-from regauge.sim.pools import MAX_BATCH, Facts, Resident, Site, Which, resident, seen, whole
+from regauge.sim.pools import Facts, Resident, Site, Step, Which, resident, seen, whole
 from regauge.sim.queueing import (
     Moments,
     Wait,
@@ -130,25 +130,22 @@ class State:
     @cached_property
     def step_s(self) -> float:
         """Seconds of the decode step that a token sees on average."""
-        return self.step_at(self.generating + 1.0)
-
-    def step_at(self, batch: float) -> float:
-        """Return the seconds of a step, linear between whole batches."""
-        step = self.facts.step(self.shape.decode_span, self.which)
-        if isinf(batch) or batch > MAX_BATCH:
-            return ENDLESS
-        low = max(int(batch), 1)
-        return step(low) + (step(low + 1) - step(low)) * max(batch - low, 0.0)
+        return self.facts.step(self.shape.decode_span, self.which).between(self.generating + 1.0)
 
     @cached_property
     def hold(self) -> Floats:
-        """Seconds for which decode's pages are reserved before it generates: while prefill waits, computes and sends."""
-        return self.crossed + min(self.waited.mean, self.facts.ask.slo.ttft_s)
+        """Seconds for which decode's pages are reserved before it generates: while prefill waits, computes and sends.
+
+        A queue or a link that is too small counts as the time that the first token may take: it is to be mended where it is.
+        """
+        most = self.facts.ask.slo.ttft_s
+        return np.minimum(self.crossed, self.prefill_s + most) + min(self.waited.mean, most)
 
     @cached_property
     def kv(self) -> Resident:
-        """KV in a decode instance."""
-        return resident(self.facts, self.rate / self.shape.decode, min(self.step_s, ENDLESS), self.hold)
+        """KV in a decode instance; where its batch grows without end, at the time per token that is asked for."""
+        step_s = self.facts.ask.slo.tpot_s if isinf(self.generating) else self.step_s
+        return resident(self.facts, self.rate / self.shape.decode, step_s, self.hold)
 
     @property
     def endless(self) -> bool:
@@ -182,7 +179,7 @@ class State:
         """Return the time per token within which a share of the steps is; a request's mean over its steps lies nearer the middle."""
         if isinf(self.generating):
             return ENDLESS
-        return min(self.step_at(float(seen(self.generating, share))), ENDLESS)
+        return self.facts.step(self.shape.decode_span, self.which).between(float(seen(self.generating, share)))
 
     def tpot_met(self) -> float:
         """Return the share of the steps that take no longer than asked for."""
@@ -201,7 +198,7 @@ class State:
         load = self.facts.ask.workload
         kv = self.facts.prefill.kept.bytes(load.prompt)
         mean = min(self.rate / self.shape.prefill, 1.0 / self.service.mean) * load.mean(kv * self.prefill_s)
-        return Resident(mean, float(kv.max()))
+        return Resident(mean, percentile(0.99, kv, load.weight, Wait(0.0, ())))
 
     def holds(self) -> bool:
         """Say whether everything that the question asks is met."""
@@ -284,9 +281,8 @@ def decode_needs(facts: Facts, span: int, which: Which, hold: Floats) -> dict[st
     }
 
 
-def _peak(facts: Facts, step: Callable[[int], float], rate: float, generating: float, hold: Floats) -> float:
-    batch = max(int(generating) + 1, 1)
-    return resident(facts, rate, step(batch), hold).peak
+def _peak(facts: Facts, step: Step, rate: float, generating: float, hold: Floats) -> float:
+    return resident(facts, rate, step.between(generating + 1.0), hold).peak
 
 
 def _ever(own: tuple[Floats, Floats], ask: Ask) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from regauge.errors import ConfigError, LayoutError, Refused
 from regauge.sim.ask import Ask, Pool
 from regauge.sim.model import exactly
-from regauge.sim.plan_result import ENDLESS, Plan, PoolPlan, WhatIf
+from regauge.sim.plan_result import Plan, WhatIf
 from regauge.sim.sizing import Shape
 from regauge.sim.workload import Workload
 
@@ -43,13 +43,12 @@ def changes(ask: Ask, shape: Shape) -> Iterator[tuple[str, Ask]]:
             yield f"one {side} server more", replace(ask, **{side: replace(pool, servers=servers + 1)})  # type: ignore[arg-type]
     if ask.decode.weight_bits > 4.5:
         yield "decode weights of 4 bits (4.5 with scales)", replace(ask, decode=replace(ask.decode, weight_bits=4.5))
-    for key in [d for d in _DEVICES if d != ask.decode.device and d in ask.catalogue.accelerators][:2]:
-        other = replace(ask.decode, device=key, cards=0, nics=0, nic="")
-        name = ask.catalogue.accelerators[key].name
-        try:
-            yield f"decode on {name}", replace(ask, decode=other)
-        except ConfigError:  # the catalogue does not say what its servers are
-            continue
+    now = ask.catalogue.accelerators[ask.decode.device]
+    wired = {"nic": ask.decode.nic or now.nic, "nics": ask.decode.nics or int(now.nics.value if now.nics else 0)}
+    for key in [d for d in _DEVICES if d != ask.decode.device and d in ask.catalogue.accelerators][:3]:
+        card = ask.catalogue.accelerators[key]
+        if card.cards is not None:
+            yield f"decode on {card.name}", replace(ask, decode=replace(ask.decode, device=key, cards=0, **wired))  # type: ignore[arg-type]
     for nic in [n for n in _NICS if n != (ask.decode.nic or ask.catalogue.accelerators[ask.decode.device].nic)][:2]:
         pools = (replace(ask.prefill, nic=nic), replace(ask.decode, nic=nic))
         yield f"NICs of {nic.upper()}", replace(ask, prefill=pools[0], decode=pools[1])
@@ -83,15 +82,9 @@ def _row(change: str, ask: Ask, answer: Answer) -> WhatIf:
     try:
         plan = answer(ask, changes=False)
     except (Refused, ConfigError, LayoutError) as error:
-        return WhatIf(change, 0, 0, exactly(0.0), exactly(0.0), 0.0, str(error))
-    asked = " + ".join(_asked(pool, sure=ask.sure) for pool in (plan.prefill, plan.decode))
+        return WhatIf(change, 0, 0, exactly(0.0), exactly(0.0), 0.0, str(error).split(". What would")[0])
+    asked = "more than there can be" if plan.enough == (0, 0) else f"{plan.enough[0]} + {plan.enough[1]}"
     note = f"asks for {asked}" if plan.problems else f"fits; {plan.prefill.binds}, {plan.decode.binds} bind"
     return WhatIf(
         change, plan.prefill.servers, plan.decode.servers, plan.ttft.asked, plan.tpot.asked, plan.most.value, note
     )
-
-
-def _asked(pool: PoolPlan, *, sure: bool) -> str:
-    """The servers that a pool's constraints ask for."""
-    most = max(need.servers.high if sure else need.servers.value for need in pool.needs)
-    return "more than there can be" if most >= ENDLESS else f"{most:.0f}"

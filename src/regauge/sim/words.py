@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from regauge.errors import ConfigError
 from regauge.sim.ask import NETWORK_MOST, Ask, Side
 from regauge.sim.plan_result import ENDLESS, Network, PoolPlan
 from regauge.sim.pools import Facts
-from regauge.sim.sizing import State
+from regauge.sim.sizing import Shape, State
+from regauge.sim.topology import Ends, FatTree, Rails
 
 
 def why(facts: Facts, side: Side, what: str) -> str:
@@ -35,7 +37,11 @@ def problems(ask: Ask, state: State, prefill: PoolPlan, decode: PoolPlan, networ
         found += [f"{pool.side}: no number of servers meets {what}: {_never(state, what)}" for what in never]
         what, most = max(((w, n) for w, n in asked.items() if n < ENDLESS), key=lambda pair: pair[1])
         if most > pool.servers:
-            found.append(f"{pool.side}: {what} asks for {most:.0f} servers of {pool.name}, {pool.servers} are there")
+            found.append(
+                f"{pool.side}: {what} asks for {most:.0f} servers of {pool.name}"
+                + (f" in instances of {pool.span}" if most > pool.span else "")
+                + f", {pool.servers} are there"
+            )
     if network.ports > network.ports_of:
         found.append(f"network: {network.ports} NICs need a port each, {network.switch} has {network.ports_of}")
     return tuple(found)
@@ -50,21 +56,38 @@ def _never(state: State, what: str) -> str:
     return f"a step of one request takes {seconds(step(1))}, {seconds(slo.tpot_s)} are asked for"
 
 
-def remedies(ask: Ask, prefill: PoolPlan, decode: PoolPlan, network: Network) -> tuple[str, ...]:
-    """Return what would help with each problem."""
+def remedies(ask: Ask, prefill: PoolPlan, decode: PoolPlan, network: Network, free: Shape | None) -> tuple[str, ...]:
+    """Return what would help with each problem; `free`: the servers that would be found if none were given."""
     found = []
     for pool in (prefill, decode):
         asked = [n.servers.high if ask.sure else n.servers.value for n in pool.needs]
-        most = max((x for x in asked if x < ENDLESS), default=0.0)
-        if most > pool.servers:
-            found.append(f"{pool.side}: {most:.0f} servers of {pool.name}")
-        if pool.side == "decode" and pool.binds == "memory capacity" and most > pool.servers:
+        lacks = max((x for x in asked if x < ENDLESS), default=0.0) > pool.servers
+        if lacks and pool.side == "decode" and pool.binds == "memory capacity":
             found.append("decode: cards with more memory, weights of fewer bits, or instances that span more servers")
         if any(x >= ENDLESS for x in asked):
             found.append(f"{pool.side}: another device, instances that span more servers, or longer times in the SLO")
+    if free is not None and (free.prefill_servers, free.decode_servers) != (prefill.servers, decode.servers):
+        found.insert(
+            0,
+            f"{free.prefill_servers} prefill and {free.decode_servers} decode servers, in instances of {free.prefill_span} and {free.decode_span}",
+        )
     if network.ports > network.ports_of:
-        found.append("network: a larger switch, or a fabric of several")
+        found.append(f"network: {fabric(prefill, decode, network.ports_of)}")
     return tuple(found)
+
+
+def fabric(prefill: PoolPlan, decode: PoolPlan, ports: int) -> str:
+    """Say which fabric of switches with so many ports joins all NICs at full rate: a switch for each rail, else a fat tree."""
+    ends = Ends(prefill.servers, decode.servers, prefill.nics, decode.nics)
+    try:
+        use = Rails(ends, switch_ports=ports).use()
+        return f"{use.switches} such switches, one for each rail, KV crossing from NIC i to NIC i: {use.used} ports of {use.ports}"
+    except ConfigError:  # more servers than a switch has ports
+        least = next((k for k in range(2, ports + 1, 2) if k**3 // 4 >= ends.nics), 0)
+    if not least:
+        return f"no three-tier fat tree of such switches has {ends.nics} ports: split the deployment"
+    use = FatTree(ends, least, 1.0).use()
+    return f"a fat tree of {use.switches} switches of {least} ports or more"
 
 
 def idle(prefill: PoolPlan, decode: PoolPlan) -> str:
