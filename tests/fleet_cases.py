@@ -52,8 +52,8 @@ def clusters(draw: st.DrawFn, levels: Sequence[Level] = ("fluid", "flow", "proto
 
 @st.composite
 def traces(draw: st.DrawFn) -> list[Arrival]:
-    """Up to 25 requests, some of which wait for others."""
-    count = draw(st.integers(1, 25))
+    """Up to 15 requests, some of which wait for others."""
+    count = draw(st.integers(1, 15))
     gaps = draw(st.lists(st.sampled_from((0.0, 0.05, 0.5)), min_size=count, max_size=count))
     arrivals: list[Arrival] = []
     at = 0.0

@@ -20,16 +20,16 @@ CAUSES = ("worker_lost", "failed", "timeout", "draining", "queue_full", "transfe
 Plain = tuple[Any, ...]
 
 
-def config(rng: random.Random, policy: str) -> RouteConfig:
+def config(rng: random.Random, policy: Any) -> RouteConfig:
     return RouteConfig(
-        policy=policy,  # type: ignore[arg-type]
+        policy=policy,
         block_tokens=64,
         index_blocks=rng.choice((400, 1_000_000)),
         assumed_tokens=rng.choice((64 * 40, 1_000_000)),
         stale_s=rng.choice((1.0, 10.0)),
         ttft_s=rng.choice((None, None, 8.0, 30.0)),
         tpot_s=rng.choice((None, None, 0.04)),
-        offload=rng.choice(("fixed", "auto")),  # type: ignore[arg-type]
+        offload=rng.choice(("fixed", "auto")),
         offload_tokens=rng.choice((0, 300)),
         eject_failures=rng.choice((2, 3)),
         eject_s=1.0,

@@ -13,7 +13,8 @@ from regauge.blocks import Removed, Stored
 from regauge.errors import ConfigError
 from regauge.sim.clock import Clock
 from regauge.sim.cluster import Cluster
-from regauge.sim.engines import Decode, DecodeModel, Prefill, PrefillModel, Task
+from regauge.sim.decode import Decode
+from regauge.sim.engines import DecodeModel, Prefill, PrefillModel, Task
 from regauge.sim.trace import Arrival
 
 

@@ -12,6 +12,7 @@ from regauge.move.flow_types import CREDIT, PEER_FIFO, POLICIES, UNCONTROLLED, P
 from regauge.sim.cluster import Cluster, Level
 from regauge.sim.engines import DecodeModel, PrefillModel
 from regauge.sim.fleet import Fleet
+from regauge.sim.topology import Ends, Racks, Single
 from regauge.sim.trace import Arrival, generate
 
 INSTANT = PrefillModel(1e12, overhead_s=0.0)
@@ -39,7 +40,8 @@ def test_transfers_spread_over_the_nics_of_a_worker(level: Level) -> None:
     check(fleet, result, [Arrival(0.0, 1_000, 1, ())] * 12)
     senders = replace(BURST, transfers=level, prefills=1, prefill_nics=4, decode_nics=4)
     _, out = serve(senders, [Arrival(0.0, 1_000, 1, ())] * 4, "round-robin")
-    assert out.log.landed.max() == pytest.approx(1.0, rel=1e-3)
+    # The protocol's chunks are multiples of 128 tokens, and a link waits for the credit of a whole one.
+    assert out.log.landed.max() == pytest.approx(1.0, rel=0.05 if level == "protocol" else 1e-3)
 
 
 @pytest.mark.parametrize("level", ["fluid", "flow", "protocol"])
@@ -102,3 +104,18 @@ def test_flow_control_tells_the_router_what_is_in_front_of_its_nics() -> None:
     # After a second. Two have not been let in yet: what is in front of the NIC would take more than `commit_s`, 10 s.
     assert seen[2] == pytest.approx(9e9, rel=0.02)
     assert seen[-1] == 0
+
+
+@pytest.mark.parametrize("level", ["fluid", "flow", "protocol"])
+def test_what_lies_between_the_nics_may_be_the_bottleneck(level: Level) -> None:
+    """Decode is in the first rack; what comes from the second shares its uplink."""
+    arrivals = [Arrival(0.0, 1_000, 1, ())] * 4
+    ends = Ends(senders=2, receivers=1)
+    for fabric, last in ((Single(ends), 2.0), (Racks(ends, 2, 1, 0.5e9), 4.0)):
+        cluster = replace(BURST, transfers=level, prefills=2, decode_nic=2e9, fabric=fabric)
+        fleet, result = serve(cluster, arrivals, "round-robin")
+        check(fleet, result, arrivals)
+        landed = result.log.landed
+        # Credit that the slow sender holds is missing to the other.
+        assert 2.0 <= landed[result.log.prefill == 0].max() <= (2.01 if level == "fluid" else 3.0)
+        assert landed[result.log.prefill == 1].max() == pytest.approx(last, rel=0.05)

@@ -134,11 +134,11 @@ class Nic:
             rate = self.rate
         if not rate:
             return complete, 0.0
-        begin = ready if ready > now else now
+        begin = max(now, ready)
         landed = complete + TAIL_S
         if self.idle:
             sent = begin + size / rate
-            return (sent if sent > landed else landed), 0.0
+            return (max(landed, sent)), 0.0
         if now > self._at:
             self._advance(now)
         drained = rate * (begin - now)  # until then
@@ -158,7 +158,7 @@ class Nic:
             keep = 1 - drained / total
             shared = total * keep if max(rests) * keep <= size else sum([min(rest * keep, size) for rest in rests])
         sent = begin + (size + foreign + shared) / rate
-        return (sent if sent > landed else landed), shared / rate
+        return (max(landed, sent)), shared / rate
 
     def least(self, size: float, begin: float, now: float, rate: float) -> tuple[float, float]:
         """Return bounds from below for `finish`, in constant time: bytes in front, and those of them that are our transfers'.

@@ -18,6 +18,7 @@ from regauge.route.model import Estimate, View, estimate, stall
 from regauge.route.search import BEST, OVER_LIMIT, Search, cheapest, rooms, starts
 from regauge.route.state import Standing
 
+
 @dataclass(slots=True)
 class Pick:
     """A placement and what it is ordered by."""
@@ -33,9 +34,7 @@ SCORE = attrgetter("score")
 Policy = Callable[[Request, View], list[Pick]]
 
 
-def _least(
-    standings: list[Standing], cost: Callable[[Standing], float], view: View
-) -> list[tuple[float, Standing]]:
+def _least(standings: list[Standing], cost: Callable[[Standing], float], view: View) -> list[tuple[float, Standing]]:
     """Return the cheapest few; among equals chance decides, or the first worker would get all of an idle cluster's work."""
     costs = [cost(standing) for standing in standings]
     return [(costs[at], standings[at]) for at in cheapest(costs, view.rng.random() if len(costs) > 1 else 0.0)]
@@ -114,11 +113,10 @@ def network_aware(request: Request, view: View) -> list[Pick]:
 
     All decode workers are looked at with the best prefill worker, then the best of them with the other good ones.
     """
-    search, around = Search(request, view), rooms(request, view)
-    first, *others = starts(request, view) or [None]
-    if first is None:
+    if not view.prefills:
         return []
-    search.first(first, around)
+    search, (first, *others) = Search(request, view), starts(request, view)
+    search.first(first, rooms(request, view))
     best = search.best
     for start in others:
         if len(best) >= view.few and start[2] + start[3] >= best[0].score:
@@ -144,9 +142,7 @@ def offloaded(request: Request, view: View, picks: list[Pick]) -> list[Pick]:
 
     `picks` are the policy's own. Without any, decode computes whatever comes.
     """
-    alone = [
-        pick for pick in (_priced(request, view, each) for each in view.alone) if pick
-    ]
+    alone = [pick for pick in (_priced(request, view, each) for each in view.alone) if pick]
     alone.sort(key=SCORE)
     if not picks:
         return alone

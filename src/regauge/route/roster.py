@@ -66,7 +66,7 @@ class Roster:
         able = self._takers.get((role, model))
         if able is None:
             able = [each for each in self._roles[role] if each.up and (not model or each.worker.model in ("", model))]
-            if all([each.breaker.until is None for each in able]):
+            if all(each.breaker.until is None for each in able):
                 if len(self._takers) >= MOST_MODELS:
                     self._takers.clear()
                 self._takers[role, model] = able

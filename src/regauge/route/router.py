@@ -44,7 +44,9 @@ class Router:
     the decisions are the same, and of a route's candidates only the one that was taken is sure to be there.
     """
 
-    def __init__(self, config: RouteConfig | None = None, seed: int = 0, *, max_queue: int | None = None, explain: bool = True) -> None:
+    def __init__(
+        self, config: RouteConfig | None = None, seed: int = 0, *, max_queue: int | None = None, explain: bool = True
+    ) -> None:
         self.config = config = config or RouteConfig()
         self.max_queue = max_queue
         self.index = PrefixIndex(config.index_blocks, config.stale_s)
@@ -136,11 +138,10 @@ class Router:
         if request.id in self._bookings:
             raise ValueError(f"attempt {request.id!r} is booked already")
         decided = self._decide(request, now)
-        placed = isinstance(decided, Route)
-        self.decisions[PLACED if placed else decided.reason] += 1
+        self.decisions[decided.reason if isinstance(decided, Refusal) else PLACED] += 1
         if self._explain:
             record = self.journal.decided(request, decided, now)
-            if placed:
+            if isinstance(decided, Route):
                 self._bookings[request.id].record = record
         return decided
 
@@ -260,10 +261,8 @@ class Router:
             note = f"{note}; {slow}" if note else slow
         ttft = chosen.ttft_s
         self._book(request, chosen, ttft, now)
-        ranked = (chosen.candidate(),)
-        if len(made) > 1:
-            ranked += tuple([one.candidate() for one in made if one is not chosen])
-        best = ranked[0]
+        best = chosen.candidate()
+        ranked = (best, *[one.candidate() for one in made if one is not chosen]) if len(made) > 1 else (best,)
         return Route(
             request.id, config.policy, best.prefill, best.decode, chosen.cached, ttft * self.correction.factor(now), ranked,
             note,

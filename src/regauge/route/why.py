@@ -46,7 +46,9 @@ class Record:
         for at, attempt, decision in self.decisions:
             lines.append(f"{at:9.3f} s  {attempt}")
             lines += (f"             {line}" for line in explain(decision))
-            lines += (f"{when:9.3f} s  {attempt}: {_said(what)}" for when, whose, what in self.events if whose == attempt)
+            lines += (
+                f"{when:9.3f} s  {attempt}: {_said(what)}" for when, whose, what in self.events if whose == attempt
+            )
         return "\n".join(lines)
 
     def data(self) -> dict[str, object]:

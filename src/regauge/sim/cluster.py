@@ -93,7 +93,10 @@ class Cluster:
         if self.uplink:
             ports |= {f"{way}{rack}": self.uplink for way in ("up", "down") for rack in range(self.racks)}
         if self.fabric is not None:
-            ports |= self.fabric.ports()
+            between = self.fabric.ports()
+            if both := ports.keys() & between.keys():
+                raise ConfigError(f"cluster.fabric: port {min(both)!r} has the name of a NIC")
+            ports |= between
         return ports
 
     def between(self, sender: int, sender_nic: int, receiver: int, receiver_nic: int, flow: int) -> tuple[str, ...]:

@@ -11,7 +11,8 @@ from typing import Protocol
 
 from regauge.sim.clock import Clock
 from regauge.sim.cluster import Cluster
-from regauge.sim.engines import Decode, Task
+from regauge.sim.decode import Decode
+from regauge.sim.engines import Task
 from regauge.sim.network import Flow, Network
 from regauge.sim.paths import Paths
 from regauge.sim.transfers_flow import Controlled

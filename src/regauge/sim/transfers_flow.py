@@ -18,7 +18,8 @@ from regauge.move.flow_sender import SenderFlow
 from regauge.move.flow_types import FAIR_SHARE, Admit, Credit, Demand, FlowAction, NicLimits, Refuse
 from regauge.sim.clock import Clock
 from regauge.sim.cluster import Cluster
-from regauge.sim.engines import Decode, Task
+from regauge.sim.decode import Decode
+from regauge.sim.engines import Task
 from regauge.sim.network import Flow, Network
 from regauge.sim.paths import Paths
 

@@ -22,7 +22,8 @@ from regauge.move.receiver import Receiver
 from regauge.move.sender import Sender
 from regauge.sim.clock import Clock
 from regauge.sim.cluster import Cluster
-from regauge.sim.engines import Decode, Task
+from regauge.sim.decode import Decode
+from regauge.sim.engines import Task
 from regauge.sim.network import Flow, Network
 from regauge.sim.paths import Paths
 
