@@ -5,11 +5,11 @@
 FOLDER holds mooncake_conversation.jsonl and mooncake_synthetic.jsonl (kvcache-ai/Mooncake, FAST25-release/traces), azure2023_code.csv
 (Azure/AzurePublicDataset) and weka_agent_compact.jsonl (of callanjfox/kv-cache-tester); what is not there is left out, and said so.
 
-12 prefill workers (prefix caches of 1,024,000 tokens) and 4 decode workers with 2 NICs each. Each seed has another part of the trace. Rates are set by the part: decode's NICs have
-the load that the table says, prefill 0.7 of it, if as much is cached as an endless cache would have; both over the middle nine tenths of the tokens, of requests that come as if
-each were served at once. Mooncake's ticks of 3 s are spread at random by seed; of agents' sessions there are the first 4 turns, think times are cut to
-30 s so that few sessions overlap as many would, sessions begin at random by seed, and each turn waits
-for the answer before it and its think time. The first tenth of the requests fills the caches and is not counted.
+12 prefill workers (prefix caches of 1,024,000 tokens) and 4 decode workers with 2 NICs each. Each seed has another part of the trace, of Azure's twice as long. Rates are set once for
+a trace, by the mean of its parts: decode's NICs have the load that the table says, prefill 0.7 of it, if as much is cached as an endless cache would have; both over the middle nine
+tenths of a part's tokens, of requests that come as if each were served at once. Mooncake's ticks of 3 s are spread at random by seed. Of agents' sessions there are the first 4 turns;
+think times are cut to 30 s, so that a few sessions overlap as many would; sessions begin at random by seed, and each turn waits for the answer before it and its think time. The first
+three tenths of the requests fill the caches and are not counted.
 
 x ± y: mean of the seeds and half of its 95 % interval (Student's t). "over": mean TTFT over that of network-aware routing with credit, mean of the seeds' ratios; all
 policies of one seed see the same requests.
@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
+import statistics
 import sys
 import time
 from collections.abc import Sequence
@@ -45,7 +46,7 @@ from regauge.sim.trace_stats import hit
 PREFILL_LOAD = 0.7
 """Over that of decode's NICs."""
 TURNS, THINK_S = 4, 30.0
-WARM = 0.1
+WARM = 0.3
 OURS = "network-aware, credit"
 SERVICE_S = 2.0
 """What a turn is taken to last where loads are computed."""
@@ -64,12 +65,14 @@ class Study:
     sessions_per_s: float = 0.0
     """Of a trace whose sessions have no begin of their own."""
     tpot_s: float = 0.1
+    longer: int = 1
+    """Times as many requests."""
 
 
 STUDIES = (
     Study("mooncake_conversation.jsonl", "conversations (Mooncake)", 3.0, 0.8, scale=5.0),
     Study("mooncake_synthetic.jsonl", "synthetic (Mooncake)", 3.0, 0.8, scale=4.0),
-    Study("azure2023_code.csv", "code completion (Azure 2023)", 1.0, 0.3, scale=5.0),
+    Study("azure2023_code.csv", "code completion (Azure 2023)", 1.0, 0.3, scale=5.0, longer=2),
     Study("weka_agent_compact.jsonl", "agents' sessions (Weka)", 10.0, 0.6, sessions_per_s=10.0),
 )
 
@@ -105,15 +108,18 @@ def tokens_per_s(given: Sequence[Arrival]) -> float:
     return float((total[last] - total[first]) / max(times[last] - times[first], 1e-9))
 
 
-def cluster(given: Sequence[Arrival], block: int, load: float, transfers: Level) -> Cluster:
-    """Return 12 + 4 workers with the loads of the docstring, for these arrivals."""
-    base = Cluster(decode_nics=2)
-    tokens = tokens_per_s(given)
+def cluster(parts: Sequence[Trace], load: float, transfers: Level) -> Cluster:
+    """Return 12 + 4 workers with the loads of the docstring, for these parts of a trace."""
+    base, block = Cluster(decode_nics=2), parts[0].block
+    tokens = statistics.fmean(tokens_per_s(each.arrivals) for each in parts)
+    cached = statistics.fmean(hit(each.arrivals, block) for each in parts) if block else 0.0
     nic = tokens * base.bytes_per_token / base.decodes / base.decode_nics / load
-    speed = tokens * (1 - (hit(given, block) if block else 0.0)) / base.prefills / (PREFILL_LOAD * load)
     return dataclasses.replace(
         base,
-        prefill=PrefillModel(speed, cache_blocks=2_000 * BLOCK // (block or BLOCK)),
+        prefill=PrefillModel(
+            tokens * (1 - cached) / base.prefills / (PREFILL_LOAD * load),
+            cache_blocks=2_000 * BLOCK // (block or BLOCK),
+        ),
         decode=DecodeModel(slots=256, pages=400_000),
         decode_nic=nic,
         prefill_nic=4 * nic,
@@ -136,28 +142,23 @@ def measure(
     flows = FLOWS if transfers != "fluid" else FLOWS[:1]
     cases = list(itertools.product(POLICIES, flows))
     runs: dict[str, list[Summary]] = {f"{policy}, {flow.name}": [] for policy, flow in cases}
-    shapes: list[Cluster] = []
-    for seed in range(1, seeds + 1):
-        given = part(study, trace, seed, count).arrivals
-        shape = cluster(given, trace.block, study.load, transfers)
-        shapes.append(shape)
+    count *= study.longer
+    parts = [part(study, trace, seed, count) for seed in range(1, seeds + 1)]
+    shape = cluster(parts, study.load, transfers)
+    for seed, own in enumerate(parts, 1):
         for policy, flow in cases:
-            runs[f"{policy}, {flow.name}"].append(run(policy, flow, shape, given, seed, study))
+            runs[f"{policy}, {flow.name}"].append(run(policy, flow, shape, own.arrivals, seed, study))
     ours = [summary.ttft.mean for summary in runs[OURS]]
     over = {
         case: estimate([each.ttft.mean / own for each, own in zip(summaries, ours, strict=True)])
         for case, summaries in runs.items()
     }
     told = (
-        f"{study.what}: {count:,} requests, NICs at {study.load:g} ({between([s.decode_nic / 1e9 for s in shapes])} GB/s), "
-        f"prefill at {PREFILL_LOAD * study.load:.2g} ({between([s.prefill.tokens_per_s / 1e3 for s in shapes])} thousand tokens/s), "
+        f"{study.what}: {count:,} requests, NICs at {study.load:g} ({shape.decode_nic / 1e9:.2g} GB/s), "
+        f"prefill at {PREFILL_LOAD * study.load:.2g} ({shape.prefill.tokens_per_s:,.0f} tokens/s), "
         f"SLO: TTFT {study.ttft_s:g} s, TPOT {study.tpot_s * 1e3:g} ms"
     )
     return [pooled(case, summaries) for case, summaries in runs.items()], over, told
-
-
-def between(values: Sequence[float]) -> str:
-    return f"{min(values):.2g} to {max(values):.2g}"
 
 
 def markdown(told: str, rows: Sequence[Pooled], over: dict[str, Estimate], seeds: int) -> str:
@@ -183,7 +184,7 @@ def verdict(study: Study, over: dict[str, Estimate]) -> str:
     """Say where ours stands: what is certainly better, and what nobody can tell from it."""
     better = [case for case, ratio in over.items() if ratio.high < 1]
     alike = [case for case, ratio in over.items() if ratio.low <= 1 <= ratio.high and case != OURS]
-    return f"{study.what}: certainly better than {OURS}: {', '.join(better) or 'none'}; not told from it: {', '.join(alike) or 'none'}"
+    return f"{study.what}: certainly better than {OURS}: {'; '.join(better) or 'none'}. Not told from it: {'; '.join(alike) or 'none'}"
 
 
 def main() -> int:

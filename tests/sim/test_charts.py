@@ -49,6 +49,13 @@ def test_titles_axes_and_cases_are_named(tmp_path: Path) -> None:
         assert word in told
 
 
+def test_a_long_tail_is_cut_and_owned_up_to(tmp_path: Path) -> None:
+    last = (90_000.0, *DONE[1:6], *(90_000.0 + each for each in DONE[6:12]), *DONE[12:])
+    rows = [*([DONE] * 50), last]
+    over_time(tmp_path / "x.svg", log(*rows), subject="agents", limits=LIMITS)
+    assert "until 95% of the requests are over" in words(tmp_path / "x.svg")
+
+
 def test_cases_that_do_not_fit_are_owned_up_to(tmp_path: Path) -> None:
     ttft_by_case(tmp_path / "x.svg", {f"case {i}": random_log(i, 9) for i in range(MOST_LINES + 3)}, subject="many")
     assert "3 more cases not shown" in words(tmp_path / "x.svg")

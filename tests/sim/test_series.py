@@ -51,3 +51,4 @@ def test_points_reach_from_the_first_arrival_to_the_last_end() -> None:
     points = series.span(log(DONE, LATE), 5)
     assert (points[0], points[-1], len(points)) == (0.0, 21.0, 5)
     assert len(series.span(log())) == 0
+    assert series.span(log(DONE, LATE), share=0.5)[-1] == (3.5 + 21.0) / 2

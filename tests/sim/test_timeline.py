@@ -51,7 +51,8 @@ def test_a_request_is_what_its_row_says() -> None:
     assert spans(made, REQUESTS, "prefill") == [1.0e6, 2.0e6]
     assert spans(made, REQUESTS, "transfer") == [2.0e6, 2.5e6]
     assert spans(made, REQUESTS, "decode") == spans(made, DECODE, "r0") == [2.5e6, 3.5e6]
-    (computed,) = (event for event in made if event["ph"] == "X")
+    computed, landing = (event for event in made if event["ph"] == "X")
+    assert (landing["pid"], landing["tid"], landing["ts"]) == (DECODE, 1, 2.5e6)  # what the flow ends in
     assert (computed["pid"], computed["tid"], computed["ts"], computed["dur"]) == (PREFILL, 1, 1e6, 1e6)
     assert computed["args"]["cached"] == 400
     start, finish = (event for event in made if event["ph"] in "sf")

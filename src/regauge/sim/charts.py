@@ -26,6 +26,8 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#E69F00", "#5
 DASHES = ("-", (0, (5, 2)), (0, (1, 1.2)), (0, (6, 2, 1, 2)), (0, (3, 1.5)), (0, (8, 2, 1, 1, 1, 2)), (0, (2, 3)))
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 ENDINGS = (".png", ".svg")
+MOSTLY = 0.95
+"""A run over time is drawn until so many requests are over, if the rest take as long again."""
 MOST_LINES = 8
 """More than that nobody tells apart: the rest are left out, and the picture says so."""
 
@@ -70,7 +72,11 @@ class Limits:
 
 def over_time(path: Path, log: Log, *, subject: str, limits: Limits) -> None:
     """Draw one run over time: requests waiting and computed; what decode receives; KV that it holds. Raises ConfigError as `_saved`."""
-    at = series.span(log)
+    at, whole = series.span(log, share=MOSTLY), series.span(log)
+    if len(log) and whole[-1] - whole[0] < 2 * (at[-1] - at[0]):
+        at = whole
+    elif len(log):  # sessions that think for hours
+        subject += f", until {MOSTLY:.0%} of the requests are over"
     with _saved(path, (7.2, 6.4)) as figure:
         queue, nics, held = figure.subplots(3, sharex=True)
         _steps(queue, 0, at, series.waiting(log, at), "wait")
@@ -106,7 +112,7 @@ def _limit(axes: Any, values: series.Array, limit: float, unit: str, what: str) 
 
 
 def _title(axes: Any, subject: str) -> None:
-    axes.set_title("\n".join(wrap(f"Simulated: {subject}", 100)), loc="left", fontsize=9)
+    axes.set_title("\n".join(wrap(f"Simulated: {subject}", 94)), loc="left", fontsize=9)
 
 
 def _busiest(log: Log) -> int | None:
@@ -124,7 +130,7 @@ def _least(logs: Iterable[Log]) -> float:
 
 def _line(axes: Any, number: int, x: series.Array, y: series.Array, label: str) -> None:
     style = number % len(COLOURS)
-    thin = np.unique(np.linspace(0, len(x) - 1, min(len(x), 2_000)).astype(int))
+    thin = np.unique(np.linspace(0, len(x) - 1, min(len(x), 200)).astype(int))
     axes.plot(
         x[thin], y[thin], color=COLOURS[style], linestyle=DASHES[style], linewidth=1.6, marker=MARKERS[style],
         markersize=4, markevery=max(1, len(thin) // 9), label=label, drawstyle="steps-post",

@@ -14,11 +14,11 @@ from regauge.sim.log import Log
 Array = NDArray[np.float64]
 
 
-def span(log: Log, points: int = 400) -> Array:
-    """Return so many points from the first arrival to the last end, seconds, evenly."""
+def span(log: Log, points: int = 400, *, share: float = 1.0) -> Array:
+    """Return so many points from the first arrival to the end of this share of the requests, seconds, evenly."""
     if not len(log):
         return np.zeros(0)
-    last = float(np.nanmax(np.concatenate([log.at, log.ended])))
+    last = float(np.quantile(np.fmax(log.at, log.ended), share))
     return np.linspace(float(log.at.min()), max(last, float(log.at.min()) + 1e-9), points)
 
 

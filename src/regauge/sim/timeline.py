@@ -25,6 +25,7 @@ MOST = 5_000
 """Requests of a time line: some 10 events each, which a browser still shows well."""
 BINS = 500
 """Points of a counter."""
+LANDING_US = 1.0
 PREFILL, DECODE, NICS, REQUESTS = 1, 2, 3, 4
 GROUPS = {
     PREFILL: "prefill workers (simulated)",
@@ -93,6 +94,9 @@ def _request(log: Log, row: int) -> Iterator[Event]:
                "dur": _us(computed[1] - computed[0]), **at, "args": told}  # fmt: skip
         if log.outcome[row] != FAILED and not np.isnan(log.landed[row]):
             yield {"ph": "s", "name": "kv", "cat": "transfer", "id": row, "ts": _us(computed[0]), **at}
+            # A flow ends in a span of a thread, and decode's own are async: so the landing is one, too.
+            yield {"ph": "X", "name": f"{name} landed", "cat": "transfer", "ts": _us(log.landed[row]), "dur": LANDING_US,
+                   "pid": DECODE, "tid": decode + 1, "args": {}}  # fmt: skip
             yield {"ph": "f", "bp": "e", "name": "kv", "cat": "transfer", "id": row, "ts": _us(log.landed[row]),
                    "pid": DECODE, "tid": decode + 1}  # fmt: skip
     if decode >= 0:
