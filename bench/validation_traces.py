@@ -6,8 +6,8 @@
 | code | Azure's 2023 code trace: bursts (coefficient of variation 13 there), long prompts, few tokens out, nothing cached | 2,048 in to some 170, 28 out to 4 |
 | agent | Weka's sessions: each turn waits for the answer and thinks, and repeats all before it behind a shared system prompt | 122,000 in to some 500, 440 out to 10; 10 s of thinking to 1 |
 
-Prompts are token ids that follow from the blocks' numbers, so that what the real prefix cache finds is what the trace says. Their first
-block is the run's own, so that nothing is left in the cache of the run before: all prompts of a run share it.
+Prompts are token ids that follow from the run's seed and the blocks' numbers, so that what the real prefix cache finds is what the trace says, and
+nothing of the run before.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def conversation(seed: int, count: int) -> list[Arrival]:
         fresh += new
         if new and len(blocks) < 16:
             talks.append(blocks)
-        arrivals.append(_arrival(at, blocks, 1 + rng.randrange(BLOCK - 1), 4 + int(rng.expovariate(1 / 9)), rng))
+        arrivals.append(_arrival(at, blocks, 1 + rng.randrange(BLOCK - 1), 4 + int(rng.expovariate(1 / 9))))
     return arrivals
 
 
@@ -49,8 +49,8 @@ def code(seed: int, count: int) -> list[Arrival]:
             left = 1 + min(6, int(rng.expovariate(1 / 1.6)))
         left -= 1
         new = min(8, int(rng.lognormvariate(0.5, 0.7)))
-        blocks = (0, *(10_000 + 16 * number + i for i in range(new)))
-        arrivals.append(_arrival(at, blocks, 1 + rng.randrange(BLOCK - 1), 2 + int(rng.expovariate(1 / 3)), rng))
+        blocks = tuple(10_000 + 16 * number + i for i in range(new))
+        arrivals.append(_arrival(at, blocks, 1 + rng.randrange(BLOCK - 1), 2 + int(rng.expovariate(1 / 3))))
         at += rng.uniform(0.0, 0.05)
     return arrivals
 
@@ -63,12 +63,12 @@ def agent(seed: int, count: int, sessions: int = 3) -> list[Arrival]:
         mine = number % sessions
         if len(last) <= mine:
             blocks = (0, 1, 2, 3, *(20_000 + 1_000 * mine + i for i in range(2)))
-            arrivals.append(_arrival(1.0 * mine, blocks, 20, 6 + rng.randrange(8), rng))
+            arrivals.append(_arrival(1.0 * mine, blocks, 20, 6 + rng.randrange(8)))
             last.append((number, blocks))
             continue
         before, blocks = last[mine]
         blocks = (*blocks, *(20_000 + 1_000 * mine + len(blocks) + i for i in range(1 + rng.randrange(2))))
-        made = _arrival(0.0, blocks, 1 + rng.randrange(BLOCK - 1), 4 + int(rng.expovariate(1 / 8)), rng)
+        made = _arrival(0.0, blocks, 1 + rng.randrange(BLOCK - 1), 4 + int(rng.expovariate(1 / 8)))
         think = min(4.0, rng.expovariate(1 / 1.2))
         arrivals.append(Arrival(made.at, made.tokens, made.output, made.blocks, after=before, think_s=think))
         last[mine] = (number, blocks)
@@ -97,9 +97,8 @@ def prompts(arrivals: Sequence[Arrival], seed: int) -> list[list[int]]:
     return found
 
 
-def _arrival(at: float, blocks: tuple[int, ...], rest: int, output: int, rng: random.Random) -> Arrival:
+def _arrival(at: float, blocks: tuple[int, ...], rest: int, output: int) -> Arrival:
     """Return an arrival of these blocks and a last, partial one, so that the cache never holds a whole prompt."""
-    assert rng is not None
     return Arrival(at, len(blocks) * BLOCK + rest, min(output, 48), blocks)
 
 

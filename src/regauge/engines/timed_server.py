@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import aiohttp
@@ -80,7 +80,7 @@ class TimedServer:
             for task in (waiter, *asked):
                 task.cancel()
             await asyncio.gather(waiter, *asked, return_exceptions=True)
-        return _step(pieces, context)
+        return together(pieces, context)
 
     def _prompt(self, tokens: int) -> list[int]:
         return [self._rng.randrange(*self._ids) for _ in range(tokens)]
@@ -101,7 +101,7 @@ def _after(pieces: list[list[float]], start: float) -> int:
     return min(sum(at > start for at in each) for each in pieces)
 
 
-def _step(pieces: list[list[float]], context: int) -> Step:
+def together(pieces: Sequence[Sequence[float]], context: int) -> Step:
     """Return the mean time between tokens from the last request's first one on."""
     start = max(each[0] for each in pieces)
     end = min(each[-1] for each in pieces)
