@@ -107,7 +107,7 @@ def run(case: Case, fabric: Fabric, arrivals: Sequence[Arrival], seed: int) -> R
     """Serve the arrivals, their ticks spread anew."""
     spreaded = paced(spread(arrivals, seed), SPEED)
     shape = dataclasses.replace(cluster(fabric, spreaded), report_s=case.report_s)
-    return Fleet(shape, case.config, seed, case.knowledge).run(spreaded, int(WARM * len(spreaded)))
+    return Fleet(shape, case.config, seed, case.knowledge).run(spreaded, warm=int(WARM * len(spreaded)))
 
 
 SPEED = 5.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -29,13 +30,15 @@ def run(
 def test_all_requests_end_and_nothing_stays_booked(policy: PolicyName) -> None:
     arrivals = generate(1, 120, 3.0)
     fleet, result = run(policy, arrivals)
-    assert len(result.tasks) == len(arrivals)
-    assert result.refused == 0
-    for task in result.tasks:
-        assert 0 <= task.cached < task.tokens
-        assert task.arrived <= task.began <= task.prefilled <= task.first <= task.ended
-    sent = sum(fleet.network.carried[name] for name in fleet.decodes)
-    assert sent == pytest.approx(sum(task.tokens for task in result.tasks) * SMALL.bytes_per_token, rel=1e-6)
+    log = result.log
+    assert len(log) == len(arrivals)
+    assert log.complete.all()
+    assert ((log.cached >= 0) & (log.cached < log.prompt)).all()
+    times = (log.at, log.seated, log.began, log.computed, log.landed, log.first, log.ended)
+    assert all((before <= after).all() for before, after in pairwise(times))
+    sent = sum(result.carried[name] for name in fleet.decodes)
+    assert sent == pytest.approx(log.prompt.sum() * SMALL.bytes_per_token, rel=1e-6)
+    assert log.nbytes.sum() == pytest.approx(sent, rel=1e-6)
     router = fleet.router
     assert router.booked == 0
     assert all(not each.queue and not each.seats and not len(each.nic) for each in router.workers.values())
@@ -44,18 +47,17 @@ def test_all_requests_end_and_nothing_stays_booked(policy: PolicyName) -> None:
 
 def test_a_lone_request_takes_what_its_parts_take() -> None:
     _, result = run("network-aware", [Arrival(0.0, 10_000, 11, tuple(range(19)))])
-    (task,) = result.tasks
+    log = result.log
     compute = 0.02 + 10_000 / 20_000
-    tail = 10_000 * SMALL.bytes_per_token / 8 / 5e9  # the last of eight parts
-    assert task.first == pytest.approx(compute + tail, rel=1e-6)
-    assert task.ended - task.first == pytest.approx(10 * 0.0204, rel=1e-6)
+    assert log.first[0] == pytest.approx(compute, rel=1e-6)  # its KV went while it was computed
+    assert log.ended[0] - log.first[0] == pytest.approx(10 * 0.0204, rel=1e-6)
 
 
 def test_the_routers_index_is_what_the_caches_hold() -> None:
     fleet, result = run("cache+load", generate(2, 150, 3.0))
     assert result.hit > 0.1
     for name, prefill in fleet.prefills.items():
-        assert fleet.router.index.blocks(name) == set(prefill.cache)
+        assert fleet.router.index.blocks(name) == prefill.held()
         assert not fleet.router.index.stale(name, fleet.clock.now)
     _, without = run("cache+load", generate(2, 150, 3.0), prefix=False)
     assert without.hit < result.hit
@@ -65,7 +67,7 @@ def test_twelve_senders_into_one_receiver_wait_for_each_other() -> None:
     cluster = Cluster(12, 1, PrefillModel(1e9, overhead_s=0.0), decode_nic=1e9, bytes_per_token=1e6)
     burst = [Arrival(0.0, 1000, 1, ()) for _ in range(12)]
     _, result = run("round-robin", burst, cluster)
-    assert [task.first for task in result.tasks] == pytest.approx([12.0] * 12, rel=1e-3)
+    assert list(result.log.first) == pytest.approx([12.0] * 12, rel=1e-3)
 
 
 def test_knowing_the_network_pays_where_decode_nics_are_busy() -> None:
@@ -73,7 +75,7 @@ def test_knowing_the_network_pays_where_decode_nics_are_busy() -> None:
     cluster = Cluster(4, 4, PrefillModel(30_000.0), DecodeModel(slots=64), decode_nic=4e9)
     means = {}
     for policy in ("cache+load", "network-aware"):
-        ttfts = [ttft for seed in (1, 2) for ttft in run(policy, generate(seed, 200, 5.0), cluster)[1].ttfts()]  # type: ignore[arg-type]
+        ttfts = [ttft for seed in (1, 2) for ttft in run(policy, generate(seed, 200, 5.0), cluster)[1].ttfts()]
         means[policy] = sum(ttfts) / len(ttfts)
     assert means["network-aware"] < 0.9 * means["cache+load"]
 

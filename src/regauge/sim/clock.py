@@ -5,6 +5,13 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable
 from math import inf
+from typing import Any
+
+_Entry = tuple[float, int, Callable[[Any], object], Any]
+
+
+def _plainly(what: Callable[[], object]) -> None:
+    what()
 
 
 class Clock:
@@ -12,20 +19,32 @@ class Clock:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self._due: list[tuple[float, int, Callable[[], None]]] = []
+        self._due: list[_Entry] = []
         self._asked = 0
 
-    def at(self, when: float, what: Callable[[], None]) -> None:
-        """Have something run at a time; a time that has passed means now."""
-        self._asked += 1
-        heapq.heappush(self._due, (max(when, self.now), self._asked, what))
+    @property
+    def ran(self) -> int:
+        """Events so far."""
+        return self._asked - len(self._due)
 
-    def after(self, seconds: float, what: Callable[[], None]) -> None:
+    def at(self, when: float, what: Callable[[], object]) -> None:
+        """Have something run at a time; a time that has passed means now."""
+        self.call(when, _plainly, what)
+
+    def after(self, seconds: float, what: Callable[[], object]) -> None:
         """Have something run so many seconds from now."""
-        self.at(self.now + seconds, what)
+        self.call(self.now + seconds, _plainly, what)
+
+    def call(self, when: float, what: Callable[[Any], object], argument: Any) -> None:
+        """Have `what(argument)` run at a time; cheaper than a closure for each event."""
+        self._asked = asked = self._asked + 1
+        heapq.heappush(self._due, (max(when, self.now), asked, what, argument))
 
     def run(self, until: float = inf) -> None:
         """Run until nothing is due any more, or not before `until`."""
-        while self._due and self._due[0][0] <= until:
-            self.now, _, what = heapq.heappop(self._due)
-            what()
+        due, pop = self._due, heapq.heappop
+        while due:
+            if due[0][0] > until:
+                return
+            self.now, _, what, argument = pop(due)
+            what(argument)

@@ -1,228 +1,443 @@
-"""A cluster that serves a trace: the gateway's `Router`, driven as the gateway drives it, over simulated workers and network.
+"""A cluster that serves a trace: the gateway's `Router` and `Life`, driven as the gateway drives them, over simulated workers and network.
 
-The router knows what the gateway knows: answers as they come, a report of each worker and link now and then, cache events with it.
+The router knows what the gateway knows: answers as they come, a report of each worker and NIC now and then, cache events with it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import gc
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from math import inf
 
 from regauge.config_route import RouteConfig
-from regauge.route.cluster import Link, Load, Refusal, Request, Worker
+from regauge.errors import ConfigError
+from regauge.route.cluster import Cause, Link, Refusal, Request, Route, Worker
+from regauge.route.request import Action, Life, Resume, Role, Start, Wait
 from regauge.route.router import Router
+from regauge.sim import faults as wrong
 from regauge.sim.clock import Clock
-from regauge.sim.engines import Decode, DecodeModel, Prefill, PrefillModel, Task
-from regauge.sim.network import Flow, Network
+from regauge.sim.cluster import EVERYTHING, Cluster, Knowledge, Result
+from regauge.sim.engines import Decode, Prefill, PrefillModel, Task
+from regauge.sim.faults import Fault
+from regauge.sim.log import COMPLETE, FAILED, LIMITED, REFUSED, Rows
+from regauge.sim.network import Network
 from regauge.sim.trace import Arrival
+from regauge.sim.transfers import Transfers, carrier
 
+__all__ = ["Cluster", "Fleet", "Knowledge", "Result"]
 
-@dataclass(frozen=True, slots=True)
-class Cluster:
-    """What the fleet is made of."""
-
-    prefills: int = 12
-    decodes: int = 4
-    prefill: PrefillModel = field(default_factory=lambda: PrefillModel(20_000.0))
-    decode: DecodeModel = field(default_factory=DecodeModel)
-    slow: dict[int, float] = field(default_factory=dict)
-    """Prefill worker -> its speed over the others'."""
-    bytes_per_token: float = 188_416.0
-    """KV of Qwen3-235B in BF16, 94 layers x 4 KV heads x 128 x 2."""
-    prefill_nic: float = 50e9
-    decode_nic: float = 12.5e9
-    """Bytes per second."""
-    racks: int = 1
-    uplink: float = 0.0
-    """Of each rack, each way, bytes per second; 0: as good as endless."""
-    report_s: float = 0.5
-    """Between a worker's reports."""
-    block: int = 512
-
-
-@dataclass(frozen=True, slots=True)
-class Knowledge:
-    """What the router is told; all of it, unless a study leaves something out."""
-
-    links: bool = True
-    prefix: bool = True
-    bookings: bool = True
-    """Without: each booking is taken back at once, so that reports are all that it has."""
-
-
-@dataclass(slots=True)
-class Result:
-    """What became of the requests."""
-
-    tasks: list[Task]
-    refused: int
-    seconds: float
-    prefill_busy: float
-    """Share of the time, mean of the workers."""
-    decode_nic_busy: float
-    cached_tokens: int
-    prompt_tokens: int
-    seats_most: int
-
-    @property
-    def hit(self) -> float:
-        """Share of prompt tokens that were cached."""
-        return self.cached_tokens / max(1, self.prompt_tokens)
-
-    def ttfts(self) -> list[float]:
-        """Return the times to the first token."""
-        return [task.first - task.arrived for task in self.tasks]
-
-    def tpots(self) -> list[float]:
-        """Return the times per output token of requests with more than one."""
-        return [(task.ended - task.first) / (task.output - 1) for task in self.tasks if task.output > 1]
+LIMITS = frozenset(("deadline", "tpot", "overload"))
+"""Refusals that a client sees as 429."""
+PROGRESS = 256
 
 
 class Fleet:
-    """One run. `warm`: requests at the start that are served and not counted."""
+    """One run. `knowledge`: what the router is told; `faults`: what goes wrong. Raises ConfigError for a fault of nobody."""
 
     def __init__(
-        self, cluster: Cluster, config: RouteConfig, seed: int = 0, knowledge: Knowledge = Knowledge()
+        self,
+        cluster: Cluster,
+        config: RouteConfig,
+        seed: int = 0,
+        knowledge: Knowledge = EVERYTHING,
+        faults: Sequence[Fault] = (),
     ) -> None:
         self.cluster, self.knowledge = cluster, knowledge
         self.clock = Clock()
         self.router = Router(config, seed)
-        self.refusals: list[Refusal] = []
-        self.done: list[Task] = []
-        self._flows: dict[str, Flow] = {}
-        self._sent: dict[str, tuple[Prefill, Decode]] = {}
-        self._seats_most = 0
-        self._open = 0
-        self._arriving = False
-        ports = {f"p{i}": cluster.prefill_nic for i in range(cluster.prefills)}
-        ports |= {f"d{i}": cluster.decode_nic for i in range(cluster.decodes)}
-        if cluster.uplink:
-            ports |= {f"{way}{rack}": cluster.uplink for way in ("up", "down") for rack in range(cluster.racks)}
-        self.network = Network(self.clock, ports)
+        self.network = Network(self.clock, cluster.all_ports())
+        self.transfers: Transfers = carrier(cluster, self.clock, self.network, self._landed, self._refused)
         self.prefills = {f"p{i}": self._prefill(i) for i in range(cluster.prefills)}
-        self.decodes = {
-            f"d{i}": Decode(f"d{i}", cluster.decode, self.clock, self._ended) for i in range(cluster.decodes)
-        }
+        self.decodes = {f"d{i}": self._decode(i) for i in range(cluster.decodes)}
+        wrong.check(faults, {*self.prefills, *self.decodes}, set(self.network.ports))
+        self._faults = tuple(faults)
+        self._rows = Rows()
+        self._tasks: dict[str, Task] = {}
+        """Attempts that are under way."""
+        self._waits: dict[int, tuple[Task, Wait]] = {}
+        """Requests that wait for a worker, by number."""
+        self._wrong: dict[tuple[str, str], list[Fault]] = {}
+        self._thinking = 0
+        self._following: dict[int, list[tuple[int, Arrival]]] = {}
+        self._next: Iterator[tuple[int, Arrival]] = iter(())
+        self._arriving = False
+        self._reports = 0
+        self._seats_most = self._warm = self._ends = 0
+        self._ended_at = 0.0
+        self._progress: Callable[[int], None] | None = None
+        self._watch: Callable[[Fleet], None] | None = None
         self._join()
 
-    def run(self, arrivals: Sequence[Arrival], warm: int = 0) -> Result:
-        """Serve the arrivals; return what became of those after the first `warm`."""
+    def run(
+        self,
+        arrivals: Iterable[Arrival],
+        *,
+        warm: int = 0,
+        progress: Callable[[int], None] | None = None,
+        watch: Callable[[Fleet], None] | None = None,
+    ) -> Result:
+        """Serve the arrivals, ascending in `at`; the log has those after the first `warm`.
+
+        `progress` is told now and then how many requests are over, `watch` called at every report. Arrivals are pulled as their time comes, unless
+        they are a sequence in which some come after others.
+        """
+        self._warm, self._progress, self._watch = warm, progress, watch
+        self._next = self._open_loop(arrivals)
         self._arriving = True
-        for number, arrival in enumerate(arrivals):
-            self.clock.at(arrival.at, lambda number=number, arrival=arrival: self._arrive(number, arrival))  # type: ignore[misc]
-        self.clock.at(arrivals[-1].at, self._last)
-        self._report()
-        self.clock.run()
-        begin = arrivals[warm].at
-        seconds = max(self.clock.now, 1e-9)
-        counted = [task for task in self.done if task.arrived >= begin]
+        for fault in self._faults:
+            self.clock.call(fault.at, self._fault, fault)
+        self._report(None)
+        self._pull()
+        collecting = gc.isenabled()
+        gc.disable()  # what a request leaves behind holds no cycles
+        try:
+            self.clock.run()
+        finally:
+            if collecting:
+                gc.enable()
+        if progress is not None:
+            progress(self._ends)
+        busy = {name: each.busy_s for name, each in self.prefills.items()}
+        busy |= {name: each.busy_s for name, each in self.decodes.items()}
+        carried = {port: self.network.carried(port) for port in self.network.ports}
         return Result(
-            counted,
-            len(self.refusals),
-            seconds,
-            sum(each.busy_s for each in self.prefills.values()) / len(self.prefills) / seconds,
-            sum(self.network.carried[name] for name in self.decodes)
-            / len(self.decodes)
-            / seconds
-            / self.cluster.decode_nic,
-            sum(task.cached for task in counted),
-            sum(task.tokens for task in counted),
-            self._seats_most,
-        )
+            self._rows.log(), max(self._ended_at, 1e-9), busy, carried, self.cluster.all_ports(),
+            dict(self.router.decisions), self.clock.ran, self._seats_most,
+        )  # fmt: skip
+
+    @property
+    def open(self) -> int:
+        """Requests that came and are not over."""
+        return len(self._tasks) + len(self._waits)
+
+    # Making it
 
     def _prefill(self, index: int) -> Prefill:
-        model, name = self.cluster.prefill, f"p{index}"
-        if index in self.cluster.slow:
-            speed = model.tokens_per_s * self.cluster.slow[index]
-            model = PrefillModel(
-                speed, model.overhead_s, model.attention_s / self.cluster.slow[index], model.cache_blocks
-            )
-        return Prefill(name, model, self.clock, self.cluster.block, self._ready)
+        cluster = self.cluster
+        worker = Prefill(
+            f"p{index}", index, cluster.prefill, self.clock, cluster.block, self.transfers.begins, self.transfers.computed
+        )  # fmt: skip
+        worker.factor = 1 / cluster.slow.get(index, 1.0)
+        return worker
+
+    def _decode(self, index: int) -> Decode:
+        name, model = f"d{index}", self.cluster.decode
+        decode = Decode(name, index, model, self.clock, self._seated, self._ended)
+        if model.computer is not None:
+            decode.computer = Prefill(
+                name, index, model.computer, self.clock, self.cluster.block, self._begins_here, self._computed_here
+            )  # fmt: skip
+        return decode
 
     def _join(self) -> None:
-        for name, prefill in self.prefills.items():
-            model = prefill.model
-            worker = Worker(
-                name, prefill=True, prior_tokens_per_s=model.tokens_per_s, overhead_s=model.overhead_s,
-                attention_s=model.attention_s,
-            )  # fmt: skip
-            self.router.join(worker, 0.0)
-        for name, decode in self.decodes.items():
-            self.router.join(Worker(name, decode=True, slots=decode.model.slots), 0.0)
-
-    def _last(self) -> None:
-        self._arriving = False
-
-    def _report(self) -> None:
-        """Every worker and link reports, and cache events are fetched."""
-        now, router, cluster = self.clock.now, self.router, self.cluster
-        for name, prefill in self.prefills.items():
-            for event in prefill.events:
-                router.cache_event(name, event, now)
-            prefill.events.clear()
-            speed = prefill.model.tokens_per_s
-            router.report(name, Load(prefill.queued_tokens(), prefill_tokens_per_s=speed, cache_seq=prefill.seq), now)
-        for name, decode in self.decodes.items():
-            router.report(name, decode.load(), now)
-            backlog = int(self.network.rest(name))
-            self._seats_most = max(self._seats_most, decode.seats)
+        for name in (*self.prefills, *self.decodes):
+            self.router.join(self._worker(name), 0.0)
+        for name in self.decodes:
             for sender in self.prefills:
-                rate = self._rate(sender, name) if self.knowledge.links else 0.0
-                nic = cluster.decode_nic if self.knowledge.links else 0.0
-                router.link(Link(sender, name, "DIRECT", cluster.bytes_per_token, rate, nic, backlog), now)
-        if self._arriving or self._open:
-            self.clock.after(cluster.report_s, self._report)
+                self.router.link(self._link(sender, name, 0), 0.0)
 
-    def _ports(self, prefill: str, decode: str) -> list[str]:
-        """Return the ports on the way; workers are dealt to the racks in turn."""
+    def _worker(self, name: str) -> Worker:
+        if name in self.prefills:
+            prefill = self.prefills[name]
+            return _computing(Worker(name, prefill=True), prefill.model, prefill.factor)
+        model = self.decodes[name].model
+        worker = Worker(name, decode=True, slots=model.slots, computes=model.computer is not None)
+        return worker if model.computer is None else _computing(worker, model.computer, 1.0)
+
+    def _link(self, prefill: str, decode: str, backlog: int) -> Link:
+        """Return a pair's link: what it is measured to give one transfer, and the NICs of decode all of them."""
         cluster = self.cluster
-        ports, ours, theirs = [prefill, decode], int(prefill[1:]) % cluster.racks, int(decode[1:]) % cluster.racks
-        if cluster.uplink and ours != theirs:
-            ports += [f"up{ours}", f"down{theirs}"]
-        return ports
+        if not self.knowledge.links:
+            return Link(prefill, decode, "DIRECT", cluster.bytes_per_token, 0.0, 0.0, backlog)
+        between = cluster.between(int(prefill[1:]), 0, int(decode[1:]), 0, 0)
+        rate = min(cluster.prefill_nic, cluster.decode_nic, *(self.network.ports[port] for port in between))
+        nic = cluster.decode_nic * cluster.decode_nics
+        return Link(prefill, decode, "DIRECT", cluster.bytes_per_token, rate, nic, backlog)
 
-    def _rate(self, prefill: str, decode: str) -> float:
-        """Return what a pair's link is measured to give a transfer of its own."""
-        return min(self.network.ports[port] for port in self._ports(prefill, decode))
+    # What the router is told
+
+    def _report(self, _: object) -> None:
+        """Workers and NICs report, and cache events are fetched. One that has nothing new to say is asked now and then only, so that it counts as heard of."""
+        now, router = self.clock.now, self.router
+        every = max(1, int(router.config.stale_s / 3 / self.cluster.report_s))
+        all_of_them = self._reports % every == 0
+        self._reports += 1
+        for prefill in self.prefills.values():
+            if prefill.up and (all_of_them or prefill.changed or prefill.current is not None):
+                self._cache_events(prefill)
+                router.report(prefill.name, prefill.load(), now)
+                prefill.changed = False
+        sender = next(iter(self.prefills))
+        for decode in self.decodes.values():
+            if decode.up and (all_of_them or decode.changed or decode.seats):
+                if decode.computer is not None:
+                    self._cache_events(decode.computer)
+                router.report(decode.name, decode.load(), now)
+                self._seats_most = max(self._seats_most, decode.seats)
+                # The state of a NIC is the same by whichever of its links it is told.
+                router.link(self._link(sender, decode.name, self.transfers.backlog(decode)), now)
+                decode.changed = False
+        if self._watch is not None:
+            self._watch(self)
+        if self._arriving or self._tasks or self._waits or self._thinking:
+            self.clock.call(now + self.cluster.report_s, self._report, None)
+
+    def _cache_events(self, prefill: Prefill) -> None:
+        if prefill.events:
+            for event in prefill.events:
+                self.router.cache_event(prefill.name, event, self.clock.now)
+            prefill.events.clear()
+
+    # Arrivals
+
+    def _open_loop(self, arrivals: Iterable[Arrival]) -> Iterator[tuple[int, Arrival]]:
+        """Give those that come at a time of their own, with their numbers; keep the others for when their turn comes."""
+        if isinstance(arrivals, Sequence):
+            for number, arrival in enumerate(arrivals):
+                if arrival.after >= 0:
+                    if arrival.after >= number:
+                        raise ConfigError(f"arrival {number} comes after {arrival.after}, which is no earlier one")
+                    self._following.setdefault(arrival.after, []).append((number, arrival))
+        last = 0.0
+        for number, arrival in enumerate(arrivals):
+            if arrival.after < 0:
+                if not last <= arrival.at < inf:
+                    raise ConfigError(f"arrival {number} at {arrival.at} s: times ascend from 0, and {last} was before")
+                last = arrival.at
+                yield number, arrival
+            elif not isinstance(arrivals, Sequence):
+                raise ConfigError(f"arrival {number} comes after another one: give the arrivals as a sequence")
+
+    def _pull(self) -> None:
+        following = next(self._next, None)
+        self._arriving = following is not None
+        if following is not None:
+            self.clock.call(following[1].at, self._come, following)
+
+    def _come(self, numbered: tuple[int, Arrival]) -> None:
+        self._arrive(*numbered)
+        self._pull()
+
+    def _answered(self, numbered: tuple[int, Arrival]) -> None:
+        self._thinking -= 1
+        self._arrive(*numbered)
 
     def _arrive(self, number: int, arrival: Arrival) -> None:
-        now, router = self.clock.now, self.router
+        now, name = self.clock.now, f"r{number}"
+        task = Task(name, number, now, arrival.tokens, arrival.output, arrival.blocks)
         blocks = arrival.blocks if self.knowledge.prefix else ()
-        task = Task(f"r{number}", now, arrival.tokens, arrival.output, arrival.blocks)
-        decided = router.route(Request(task.id, tokens=task.tokens, blocks=blocks, max_tokens=task.output), now)
+        decided = self.router.route(Request(name, tokens=task.tokens, blocks=blocks, max_tokens=task.output), now)
         if isinstance(decided, Refusal):
-            self.refusals.append(decided)
+            self._over(task, LIMITED if decided.reason in LIMITS else REFUSED)
             return
-        assert decided.prefill is not None  # noqa: S101  # no decode worker here says that it computes prompts
+        self._send(task, decided)
+
+    # The way of an attempt
+
+    def _send(self, task: Task, route: Route) -> None:
+        """Bring an attempt to its workers: decode first, which computes or waits for the KV."""
         if not self.knowledge.bookings:
-            router.finished(task.id, now, "cancelled")
-        prefill, decode = self.prefills[decided.prefill], self.decodes[decided.decode]
-        self._open += 1
-        self._sent[task.id] = prefill, decode
-        decode.submit(task, lambda: self._seated(task))
+            self.router.finished(task.id, self.clock.now, "cancelled")
+        decode = task.decode = self.decodes[route.decode]
+        task.prefill = decode.computer if route.prefill is None else self.prefills[route.prefill]
+        self._tasks[task.id] = task
+        decode.submit(task)
 
     def _seated(self, task: Task) -> None:
-        """Decode has a slot and pages: the prompt may be computed."""
-        prefill, decode = self._sent[task.id]
-        flow = self.network.open(self._ports(prefill.name, decode.name), lambda: self._landed(task))
-        self._flows[task.id] = flow
-        prefill.submit(task)
+        decode, prefill = task.decode, task.prefill
+        assert decode is not None  # noqa: S101  # it was sent there
+        if prefill is not None and prefill is decode.computer:
+            prefill.submit(task)
+        else:
+            self.transfers.open(task)
 
-    def _ready(self, task: Task, share: float, last: bool) -> None:
-        """A share of the prompt's KV is there."""
-        size = share * task.tokens * self.cluster.bytes_per_token
-        self.network.add(self._flows[task.id], size, last=last)
+    def _begins_here(self, task: Task) -> None:
+        assert task.decode is not None  # noqa: S101  # it was sent there
+        task.decode.computing(now_so=True)
+
+    def _computed_here(self, task: Task) -> None:
+        decode = task.decode
+        assert decode is not None  # noqa: S101  # it was sent there
+        if decode.computer is not None and decode.computer.current is None:
+            decode.computing(now_so=False)
+        self._landed(task)
 
     def _landed(self, task: Task) -> None:
-        now = self.clock.now
-        del self._flows[task.id]
-        task.first = now
-        self.router.prefilled(task.id, now, task.cached, task.tokens - task.cached, task.prefilled - task.began)
-        self.router.first_token(task.id, now)
-        self._sent[task.id][1].begin(task)
+        """All KV is where it is decoded, and the first token."""
+        now, router, decode = self.clock.now, self.router, task.decode
+        assert decode is not None  # noqa: S101  # it was sent there
+        task.landed = max(now, task.computed)
+        if not task.first >= 0:
+            task.first = task.landed
+        router.prefilled(task.id, now, task.cached, task.tokens - task.cached, task.computing_s)
+        router.first_token(task.id, now)
+        decode.begin(task)
 
     def _ended(self, task: Task) -> None:
         self.router.finished(task.id, self.clock.now)
-        del self._sent[task.id]
-        self._open -= 1
-        self.done.append(task)
+        del self._tasks[task.id]
+        self._over(task, COMPLETE)
+
+    def _over(self, task: Task, outcome: int) -> None:
+        """A request is over: its row is written, and who comes after it thinks."""
+        number, now, life = task.number, self.clock.now, task.life
+        task.over = True
+        self._ended_at = now
+        self._ends += 1
+        if self._progress is not None and not self._ends % PROGRESS:
+            self._progress(self._ends)
+        for following in self._following.pop(number, ()):
+            self._thinking += 1
+            self.clock.call(now + following[1].think_s, self._answered, following)
+        if number < self._warm:
+            return
+        prefill, decode = task.prefill, task.decode
+        tokens, output = (task.tokens, task.output) if life is None else (life.request.tokens, life.request.max_tokens)
+        self._rows.add((
+            number, task.at, tokens, task.cached, output,
+            -1 if prefill is None or prefill.name[0] == "d" else prefill.index, -1 if decode is None else decode.index,
+            task.seated, task.began, task.computed, task.landed, task.first, now, task.nbytes,
+            0 if decode is None else task.attempts, outcome,
+        ))  # fmt: skip
+
+    # What goes wrong
+
+    def _refused(self, task: Task) -> None:
+        """Decode's flow control does not take a transfer."""
+        assert task.decode is not None  # noqa: S101  # it was sent there
+        self._fail(task, task.decode.name, "transfer_failed", "decode")
+
+    def _fail(self, task: Task, worker: str, cause: Cause, role: Role) -> None:
+        """An attempt has failed at a worker: end it on all of them, and do what the request's life says."""
+        now, life = self.clock.now, task.life
+        if life is None:
+            blocks = task.blocks if self.knowledge.prefix else ()
+            request = Request(task.id, tokens=task.tokens, blocks=blocks, max_tokens=task.output)
+            life = task.life = Life(request, self.router, wait_s=self.cluster.wait_s, attempts=1, attempt=request)
+        self._act(task, life.failure(cause, worker, role, now, generated=self._withdraw(task)))
+
+    def _withdraw(self, task: Task) -> int:
+        """Take an attempt from its workers and the network; return how many of its tokens the client has."""
+        prefill, decode = task.prefill, task.decode
+        assert decode is not None  # noqa: S101  # it was sent there
+        del self._tasks[task.id]
+        task.over = True
+        if task.flow is not None:
+            self.transfers.abort(task)
+        if prefill is not None:
+            prefill.cancel(task)
+            if prefill is decode.computer and prefill.current is None:
+                decode.computing(now_so=False)
+        return decode.cancel(task)
+
+    def _act(self, task: Task, action: Action) -> None:
+        life = task.life
+        assert life is not None  # noqa: S101  # it was made when the request first failed
+        if isinstance(action, Wait):
+            self._waits[task.number] = task, action
+            self.clock.call(action.until, self._again, (task.number, action))
+        elif isinstance(action, Start | Resume):
+            asked = action.request
+            another = Task(asked.id, task.number, task.at, asked.tokens, asked.max_tokens, task.blocks)
+            another.life, another.attempts = life, life.attempts
+            another.first, another.nbytes = task.first, task.nbytes
+            self._send(another, action.route)
+        else:
+            self._over(task, FAILED)
+
+    def _again(self, waiting: tuple[int, Wait]) -> None:
+        number, wait = waiting
+        task, current = self._waits.get(number, (None, None))
+        if task is None or current is not wait:
+            return
+        del self._waits[number]
+        assert task.life is not None  # noqa: S101  # it waits
+        self._act(task, task.life.again(self.clock.now))
+
+    def _fault(self, fault: Fault) -> None:
+        """Something goes wrong; of several at once, all count."""
+        self._wrong.setdefault((fault.what, fault.who), []).append(fault)
+        self._apply(fault)
+        if fault.seconds is not None:
+            self.clock.call(self.clock.now + fault.seconds, self._mended, fault)
+
+    def _mended(self, fault: Fault) -> None:
+        self._wrong[fault.what, fault.who].remove(fault)
+        self._apply(fault)
+
+    def _apply(self, fault: Fault) -> None:
+        name, factor = fault.who, 1.0
+        left = self._wrong[fault.what, name]
+        for each in left:
+            factor *= 1.0 if each.factor is None else each.factor
+        if fault.what == "port":
+            self.network.port(name, self.cluster.all_ports()[name] * factor)
+            if not factor:
+                self.clock.call(self.clock.now + self.cluster.lease_s, self._stuck, (name, frozenset()))
+        elif fault.what == "slow":
+            if name in self.prefills:
+                self.prefills[name].factor = factor / self.cluster.slow.get(self.prefills[name].index, 1.0)
+            else:
+                self.decodes[name].slow(factor)
+        elif left and self._worker_up(name):
+            self._die(name)
+        elif not left:
+            self._return(name)
+
+    def _worker_up(self, name: str) -> bool:
+        return self.prefills[name].up if name in self.prefills else self.decodes[name].up
+
+    def _die(self, name: str) -> None:
+        """A worker is gone, with all that it holds."""
+        role: Role = "prefill" if name in self.prefills else "decode"
+        self.router.health(name, usable=False, now=self.clock.now)
+        if role == "prefill":
+            self.prefills[name].up = False
+            hit = [t for t in self._tasks.values() if t.prefill is self.prefills[name] and not t.landed >= 0]
+        else:
+            self.decodes[name].up = False
+            hit = [t for t in self._tasks.values() if t.decode is self.decodes[name]]
+        for task in hit:
+            self._fail(task, name, "worker_lost", role)
+        if role == "prefill":
+            self.prefills[name].die()
+        elif (computer := self.decodes[name].computer) is not None:
+            computer.die()
+
+    def _return(self, name: str) -> None:
+        """A worker is back, empty: it joins anew, and who waits for one may try again."""
+        now = self.clock.now
+        if name in self.prefills:
+            self.prefills[name].begin_anew()
+        else:
+            self.decodes[name].begin_anew()
+        self.router.join(self._worker(name), now)
+        for number, (_, wait) in self._waits.items():
+            self.clock.call(max(now, wait.earliest), self._again, (number, wait))
+
+    def _stuck(self, check: tuple[str, frozenset[str]]) -> None:
+        """Transfers that have been on a port for a lease while it is down fail."""
+        port, seen = check
+        if self.network.ports[port]:
+            return
+        over = self.transfers.over(port)
+        for task in over:
+            if task.id in seen or not seen:
+                assert task.decode is not None  # noqa: S101  # it was sent there
+                assert task.prefill is not None  # noqa: S101
+                ours = port.split(".")[0] == task.prefill.name
+                worker, role = (task.prefill.name, "prefill") if ours else (task.decode.name, "decode")
+                self._fail(task, worker, "transfer_failed", role)  # type: ignore[arg-type]
+        later = frozenset(task.id for task in self.transfers.over(port))
+        self.clock.call(self.clock.now + self.cluster.lease_s, self._stuck, (port, later))
+
+
+def _computing(worker: Worker, model: PrefillModel, factor: float) -> Worker:
+    """Return the worker with what is known of its computing."""
+    return replace(
+        worker,
+        prior_tokens_per_s=model.tokens_per_s / factor,
+        overhead_s=model.overhead_s * factor,
+        attention_s=model.attention_s * factor,
+    )

@@ -1,121 +1,167 @@
-"""The network as a fluid: flows over ports share each port max-min fairly.
+"""The network as a fluid: flows over ports share each port max-min fairly, rank by rank.
 
 That is the best that congestion control can do without knowing what the flows are for; 12 senders into one receiver get a twelfth each. A flow's bytes
-may come in parts (a prompt's KV while it is computed); it takes no share while it has none. Nothing is lost, and delays are not counted.
+are given at once or become ready at a rate (a prompt's KV while it is computed); with nothing ready it takes no more than becomes ready. Nothing is
+lost, and delays are not counted. Within that the times are exact: rates are constant between events, so each event's time is a quotient.
+
+Sizes are bytes, rates bytes per second, times seconds of the clock.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import inf
+from difflib import get_close_matches
+from math import inf, isfinite
 
+from regauge.errors import ConfigError
 from regauge.sim.clock import Clock
+from regauge.sim.reference import Fluid
 
-LEAST = 1.0
-"""Bytes; less counts as nothing, since rates are floats."""
+OVER = -1
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Flow:
-    """One transfer: the ports that it crosses, and what is left of the bytes that are ready."""
+    """One transfer, as its owner knows it."""
 
-    ports: tuple[str, ...]
+    number: int
+    """For the network; `OVER` once it is done or closed."""
     done: Callable[[], None]
-    rest: float = 0.0
-    last: bool = False
-    """No more bytes will come: it is over when none are left."""
-    rate: float = 0.0
 
 
 class Network:
-    """Ports of given rates (bytes per second), and the flows over them."""
+    """Ports of given rates, and the flows over them."""
 
     def __init__(self, clock: Clock, ports: Mapping[str, float]) -> None:
-        self.ports = dict(ports)
-        self.carried = dict.fromkeys(ports, 0.0)
-        """Bytes that crossed each port."""
+        self.ports: dict[str, float] = {}
+        """Rate of each port now."""
         self._clock = clock
-        self._flows: list[Flow] = []
-        self._going: list[Flow] = []
-        self._at = 0.0
-        self._turn = 0
+        self._fluid = Fluid()
+        self._numbers: dict[str, int] = {}
+        self._flows: dict[int, Flow] = {}
+        self._wakes = inf
+        """The first time at which the clock will call."""
+        for name, rate in ports.items():
+            _check_rate(name, rate)
+            self.ports[name] = rate
+            self._numbers[name] = self._fluid.add_port(rate)
 
-    def open(self, ports: Sequence[str], done: Callable[[], None]) -> Flow:
-        """Begin a flow without bytes; `done` is called when its last byte has crossed."""
-        flow = Flow(tuple(ports), done)
-        self._flows.append(flow)
+    def open(self, ports: Sequence[str], done: Callable[[], None], rank: int = 0) -> Flow:
+        """Begin a flow without bytes; `done` is called when its last byte has crossed. Ranks are served in order, 0 first.
+
+        Raises:
+            ConfigError: A port is not known, or named twice.
+        """
+        if not ports or len(set(ports)) < len(ports):
+            raise ConfigError(f"a flow crosses each of its ports once, and at least one: not {list(ports)}")
+        flow = Flow(self._fluid.open([self._number(name) for name in ports], rank), done)
+        self._flows[flow.number] = flow
         return flow
 
-    def add(self, flow: Flow, size: float, *, last: bool) -> None:
-        """Give a flow more bytes."""
-        self._advance()
-        idle = flow.rest < LEAST
-        flow.rest += size
-        flow.last = last
-        if idle and (flow.rest >= LEAST or last):
-            self._going.append(flow)
-        self._share()
+    def add(self, flow: Flow, size: float, *, last: bool = False) -> None:
+        """Give a flow more bytes, all at once; `last`: no more will come."""
+        _check_size(size)
+        self._wake(self._fluid.add(_live(flow), size, last, self._clock.now))
 
-    def rest(self, port: str) -> float:
-        """Return the bytes that are ready and wait for a port."""
-        self._advance()
-        return sum(flow.rest for flow in self._going if port in flow.ports)
-
-    def _advance(self) -> None:
-        seconds, self._at = self._clock.now - self._at, self._clock.now
-        if seconds <= 0:
+    def produce(self, flow: Flow, size: float, seconds: float, *, last: bool = False) -> None:
+        """Have `size` bytes become ready evenly over `seconds` from now; what is produced at one time adds up."""
+        _check_size(size)
+        if not (isfinite(seconds) and seconds >= 0):
+            raise ValueError(f"bytes become ready over {seconds} s: give a time of 0 or more")
+        if seconds == 0 or not isfinite(size / seconds):
+            self.add(flow, size, last=last)
             return
-        for flow in self._going:
-            size = min(flow.rest, flow.rate * seconds)
-            flow.rest -= size
-            for port in flow.ports:
-                self.carried[port] += size
+        self._wake(self._fluid.produce(_live(flow), size, seconds, last, self._clock.now))
 
-    def _share(self) -> None:
-        """Set the rates, and look again when the first flow has nothing left."""
-        rates(self._going, self.ports)
-        self._turn += 1
-        turn = self._turn
-        soonest = min((flow.rest / flow.rate if flow.rest >= LEAST else 0.0 for flow in self._going), default=inf)
-        if soonest < inf:
-            self._clock.after(soonest, lambda: self._look(turn))
+    def finish(self, flow: Flow) -> None:
+        """Say that nothing more comes: the flow is done when what was given has crossed. `done` is called by the clock, not here."""
+        self._wake(self._fluid.add(_live(flow), 0.0, True, self._clock.now))
 
-    def _look(self, turn: int) -> None:
-        if turn != self._turn:
-            return  # rates have changed since
-        self._advance()
-        empty = [flow for flow in self._going if flow.rest < LEAST]
-        self._going = [flow for flow in self._going if flow.rest >= LEAST]
-        over = [flow for flow in empty if flow.last]
-        for flow in over:
-            self._flows.remove(flow)
-        self._share()
-        for flow in over:
+    def close(self, flow: Flow) -> float:
+        """End a flow at once, without `done`; return the bytes that crossed."""
+        number = _live(flow)
+        sent, soonest = self._fluid.close(number, self._clock.now)
+        flow.number = OVER
+        del self._flows[number]
+        self._wake(soonest)
+        return sent
+
+    def rerank(self, flow: Flow, rank: int) -> None:
+        """Change a flow's rank."""
+        self._wake(self._fluid.rerank(_live(flow), rank, self._clock.now))
+
+    def port(self, name: str, bytes_per_s: float) -> None:
+        """Change a port's rate; at 0 the flows over it stand still.
+
+        Raises:
+            ConfigError: The port is not known, or the rate is none.
+        """
+        number = self._number(name)
+        _check_rate(name, bytes_per_s)
+        self.ports[name] = bytes_per_s
+        self._wake(self._fluid.set_port(number, bytes_per_s, self._clock.now))
+
+    def rate(self, flow: Flow) -> float:
+        """Return a flow's rate now."""
+        return self._fluid.rate(_live(flow))
+
+    def sent(self, flow: Flow) -> float:
+        """Return the bytes of a flow that have crossed."""
+        return self._fluid.sent(_live(flow), self._clock.now)
+
+    def carried(self, port: str) -> float:
+        """Return the bytes that have crossed a port."""
+        return self._fluid.carried(self._number(port), self._clock.now)
+
+    def backlog(self, port: str) -> float:
+        """Return the bytes that are ready and wait for a port."""
+        return self._fluid.backlog(self._number(port), self._clock.now)
+
+    rest = backlog
+
+    def load(self, port: str) -> float:
+        """Return the share of a port's rate that is used now; of a port that is down, 0."""
+        rate = self.ports[port]
+        return self._fluid.used(self._numbers[port]) / rate if rate else 0.0
+
+    def _number(self, name: str) -> int:
+        number = self._numbers.get(name)
+        if number is None:
+            close = get_close_matches(name, self._numbers, 1)
+            raise ConfigError(f"the network has no port {name!r}" + (f"; did you mean {close[0]!r}?" if close else ""))
+        return number
+
+    def _wake(self, soonest: float) -> None:
+        """Have the clock call at `soonest`, unless it calls before anyway."""
+        if soonest < self._wakes:
+            self._wakes = soonest
+            self._clock.at(soonest, self._look)
+
+    def _look(self) -> None:
+        now = self._clock.now
+        if now < self._wakes:
+            return  # by then it was known that something comes sooner
+        self._wakes = inf
+        done, soonest = self._fluid.due(now)
+        self._wake(soonest)
+        for number in done:
+            flow = self._flows.pop(number)
+            flow.number = OVER
             flow.done()
 
 
-def rates(flows: Sequence[Flow], ports: Mapping[str, float]) -> None:
-    """Set max-min fair rates by progressive filling: the port with the smallest share fixes its flows first.
+def _live(flow: Flow) -> int:
+    if flow.number == OVER:
+        raise ValueError("the flow is over: it was done or closed")
+    return flow.number
 
-    Bertsekas and Gallager, Data Networks, 6.5.2.
-    """
-    left: dict[str, float] = {}
-    crossing: dict[str, list[Flow]] = {}
-    for flow in flows:
-        flow.rate = 0.0
-        for port in flow.ports:
-            crossing.setdefault(port, []).append(flow)
-            left[port] = ports[port]
-    counts = {port: len(over) for port, over in crossing.items()}
-    while counts:
-        port = min(counts, key=lambda name: left[name] / counts[name])
-        share = left[port] / counts[port]
-        for flow in crossing[port]:
-            if flow.rate:
-                continue
-            flow.rate = share
-            for other in flow.ports:
-                left[other] = max(0.0, left[other] - share)
-                counts[other] -= 1
-        counts = {name: count for name, count in counts.items() if count > 0}
+
+def _check_size(size: float) -> None:
+    if not (isfinite(size) and size >= 0):
+        raise ValueError(f"a flow is given {size} bytes: give 0 or more")
+
+
+def _check_rate(name: str, rate: float) -> None:
+    if not (isfinite(rate) and rate >= 0):
+        raise ConfigError(f"port {name}: rate is {rate} bytes/s; give a finite one, 0 or more")

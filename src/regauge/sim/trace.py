@@ -25,6 +25,9 @@ class Arrival:
     tokens: int
     output: int
     blocks: tuple[int, ...]
+    after: int = -1
+    """Position in the trace of the turn before: it comes `think_s` after that one's end. -1: there is none."""
+    think_s: float = 0.0
 
 
 class _Line(msgspec.Struct):
