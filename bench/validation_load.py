@@ -1,6 +1,6 @@
 """The client of `bench/validation.py`, a process of its own: sends a plan's requests at their times, and says what came when.
 
-    python bench/validation_load.py < PLAN.json > ANSWERS.json
+python bench/validation_load.py < PLAN.json > ANSWERS.json
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import time
 
 import aiohttp
 import msgspec
+
 from regauge.engines.streaming import TIMEOUT_S, Answer, Endpoint, ask
 
 LEAD_S = 0.3
@@ -47,6 +48,7 @@ class Came(msgspec.Struct):
 
     @property
     def ttft_s(self) -> float:
+        """Seconds to the first token."""
         return self.pieces[0] - self.sent
 
 
@@ -56,9 +58,10 @@ async def run(plan: Plan) -> list[Came]:
     ends = [asyncio.Event() for _ in plan.asks]
     to = Endpoint(plan.url, plan.model)
     connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(
-        timeout=aiohttp.ClientTimeout(total=TIMEOUT_S), connector=connector
-    ) as session, asyncio.TaskGroup() as group:
+    async with (
+        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=TIMEOUT_S), connector=connector) as session,
+        asyncio.TaskGroup() as group,
+    ):
 
         async def one(number: int, each: Ask) -> Came:
             if each.after >= 0:

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
+
 from regauge.config import BUNDLED_MODEL
 from regauge.engines.timed_server import together
 from regauge.serve.launch import free_ports
@@ -200,7 +201,9 @@ def _beside(stand: Stand, samples: Samples, rng: random.Random, batch: int) -> N
     came = stand.ask([*asks, first, *later])
     said = [each for each in stand.prefilled(len(came)) if each["tokens"] in CHAIN]
     begin, end = came[behind + 1].sent, came[-1].ended
-    assert all(came[i].pieces[0] < begin and came[i].ended > end for i in streams), "the answers did not outlast the prompts"
+    assert all(came[i].pieces[0] < begin and came[i].ended > end for i in streams), (
+        "the answers did not outlast the prompts"
+    )
     samples.beside += [Prompt(int(each["tokens"]), int(each["cached"]), each["prefill_s"]) for each in said]
     pieces = [[at for at in came[i].pieces if begin <= at <= end] for i in streams]
     before = [sum(at < begin for at in came[i].pieces) for i in streams]
@@ -218,7 +221,10 @@ def _group(rng: random.Random, batch: int, tokens: int, answer: int, after: int)
 
 def _chain(given: Sequence[tuple[list[int], int]]) -> list[Ask]:
     """Return requests of which each waits for the one before."""
-    return [Ask(0.0, ids, output, after=i - 1, think_s=0.02) for i, (ids, output) in zip(itertools.count(), given, strict=False)]
+    return [
+        Ask(0.0, ids, output, after=i - 1, think_s=0.02)
+        for i, (ids, output) in zip(itertools.count(), given, strict=False)
+    ]
 
 
 def _ids(rng: random.Random, count: int) -> list[int]:
