@@ -5,17 +5,21 @@ Both are measured (`calibrate.py`): the steps of a prompt, and what computing of
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable
-from math import isnan
+from math import ceil, isnan
 
 from regauge.config_route import RouteConfig
+from regauge.errors import ConfigError
 from regauge.sim.calibrate import Beside, PromptTimes
 from regauge.sim.clock import Clock
 from regauge.sim.cluster import Cluster
-from regauge.sim.engines import Prefill, PrefillModel, Task
+from regauge.sim.engines import Decode, Prefill, PrefillModel, Task
 from regauge.sim.fleet import Fleet
 
 _AT_ONCE_S = 1e-9
+_ALMOST = 1e-6
+"""Of a step."""
 
 
 class Chunked(Prefill):
@@ -123,12 +127,34 @@ class Chunked(Prefill):
         self._computed(task)
 
 
+class Stepped(Decode):
+    """A decode worker whose requests join, and leave, between two steps: a fluid that counts whole steps."""
+
+    def begin(self, task: Task) -> None:
+        """Decode a request from the next step on."""
+        self._advance()
+        self.produced = ceil(self.produced - _ALMOST) if not self._batch else self.produced
+        self._count += 1
+        task.base = ceil(self.produced - _ALMOST)
+        task.goal = task.base + max(task.output - 1, 0) if task.output > 1 else self.produced
+        task.decoding = True
+        self._batch += 1
+        self._resident += task.tokens - task.base
+        heapq.heappush(self._running, (task.goal, self._count, task))
+        self._plan()
+
+
 class SharedFleet(Fleet):
-    """Prefill and decode workers on the same cores; of the cluster's prefill model only the cache's size counts here, and what the router is told."""
+    """Prefill and decode workers on the same cores; of the cluster's prefill model only the cache's size counts here, and what the router is told.
+
+    Raises ConfigError for decode workers that compute prompts: what that costs is not modelled here.
+    """
 
     def __init__(
         self, cluster: Cluster, config: RouteConfig, times: PromptTimes, beside: Beside, seed: int = 0
     ) -> None:
+        if cluster.decode.computer is not None:
+            raise ConfigError("decode.computer: on shared cores, decode workers compute no prompts")
         self._times, self._both = times, beside
         self._computing = 0
         super().__init__(cluster, config, seed)
@@ -139,6 +165,9 @@ class SharedFleet(Fleet):
             index, given.prefill, self._times, self.clock, given.block, self.transfers.begins, self.transfers.computed,
             self._busy,
         )  # fmt: skip
+
+    def _decode(self, index: int) -> Decode:
+        return Stepped(f"d{index}", index, self.cluster.decode, self.clock, self._seated, self._ended)
 
     def _busy(self, so: bool) -> None:
         """A prefill worker begins to compute, or has nothing left."""
