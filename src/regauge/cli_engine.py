@@ -33,6 +33,9 @@ def arguments(bench: argparse.ArgumentParser, layout_help: str) -> None:
         "--ids", metavar="A-B", help="with --url: token ids that prompts are made of, default 1000-10000"
     )
     bench.add_argument(
+        "--answer", type=int, metavar="N", help="with --url: most tokens of an answer, default 64 for each of a batch"
+    )
+    bench.add_argument(
         "--layout", metavar="LAYOUT", help=layout_help + "; of the embedded engine, default bf16,page=16,nhd"
     )
     bench.add_argument("--threads", type=int, metavar="N", help="of the embedded engine, default half of the cores")
@@ -115,12 +118,12 @@ def run(options: argparse.Namespace) -> int:
 
 def _check(options: argparse.Namespace) -> None:
     """Raise ConfigError for options that do not go together."""
-    alien = ("layout", "threads", "chunk") if options.url else ("key_file", "ids")
+    alien = ("layout", "threads", "chunk") if options.url else ("key_file", "ids", "answer")
     for name in alien:
         if getattr(options, name) is not None:
             where = "is the embedded engine's: leave it out with --url" if options.url else "needs --url"
             raise ConfigError(f"--{name.replace('_', '-')}: {where}")
-    for name, most in (("threads", 1_024), ("chunk", 1 << 20), ("cards", 100_000)):
+    for name, most in (("threads", 1_024), ("chunk", 1 << 20), ("answer", 1 << 22), ("cards", 100_000)):
         value = getattr(options, name)
         if value is not None and not 1 <= value <= most:
             raise ConfigError(f"--{name} {value}: give a number from 1 to {most:,}")
@@ -170,7 +173,9 @@ async def _remote(options: argparse.Namespace, grid: Grid) -> Speeds:
             raise ConfigError(f"--model {to.model!r}: {to.url} has {', '.join(there)}")
         if not to.model and len(there) != 1:
             raise ConfigError(f"--model: {to.url} has {len(there)} models: name one of {', '.join(there)}")
-        server = TimedServer(session, Endpoint(to.url, to.model or there[0], to.key), ids=ids)
+        server = TimedServer(
+            session, Endpoint(to.url, to.model or there[0], to.key), ids=ids, answer=options.answer or 0
+        )
         return await measure(server, grid, _progress())
 
 

@@ -15,12 +15,12 @@ from regauge.errors import ConfigError, EngineError
 
 IDS: Final = (1_000, 10_000)
 """Token ids that prompts are made of, first and end: words of any vocabulary of tens of thousands."""
-SPARE: Final = 4_096
-"""Tokens that an answer may have while the others' prompts are computed."""
+EACH: Final = 64
+"""Tokens that an answer may have while each of the others' prompts is computed."""
 
 
 class TimedServer:
-    """A `speeds.Subject`. `spare` bounds how many tokens the first of a batch may generate until the last has its first.
+    """A `speeds.Subject`. `answer` bounds the tokens of an answer, most of which come while the others' prompts are computed; 0: 64 for each of the batch.
 
     Raises EngineError where the server refuses or answers otherwise than asked: other prompt lengths, tokens from its cache.
     """
@@ -31,12 +31,12 @@ class TimedServer:
         to: Endpoint,
         *,
         ids: tuple[int, int] = IDS,
-        spare: int = SPARE,
+        answer: int = 0,
         seed: int = 0,
     ) -> None:
         if not 0 <= ids[0] < ids[1]:
             raise ConfigError(f"ids {ids[0]}-{ids[1]}: give the first token id and the end, as 1000-10000")
-        self._session, self._to, self._ids, self._spare = session, to, ids, spare
+        self._session, self._to, self._ids, self._answer = session, to, ids, answer
         self._rng = random.Random(seed)  # noqa: S311  # prompts, no secrets
 
     async def prefill(self, tokens: int) -> float:
@@ -51,6 +51,7 @@ class TimedServer:
         Measured is from when the last of them has its first token until each has had `steps` more; then they are cancelled.
         """
         pieces: list[list[float]] = [[] for _ in range(batch)]
+        longest = self._answer or steps + EACH * batch
         enough = asyncio.Event()
 
         def took(mine: list[float]) -> Callable[[float], None]:
@@ -62,7 +63,7 @@ class TimedServer:
             return piece
 
         asked = [
-            asyncio.create_task(ask(self._session, self._to, self._prompt(context), self._spare, piece=took(mine)))
+            asyncio.create_task(ask(self._session, self._to, self._prompt(context), longest, piece=took(mine)))
             for mine in pieces
         ]
         waiter = asyncio.create_task(enough.wait())
@@ -73,8 +74,8 @@ class TimedServer:
                     if each.done():
                         each.result()
                 raise EngineError(
-                    f"{self._to.url}: an answer ended before all {batch} decoded together: ask for a smaller batch or context, "
-                    "or for longer answers"
+                    f"{self._to.url}: an answer of {longest} tokens ended before all {batch} decoded together: "
+                    "ask for a longer --answer, or a smaller batch or context"
                 )
         finally:
             for task in (waiter, *asked):
