@@ -210,7 +210,7 @@ def main() -> int:
         return 0
     if options.trace is None:
         parser.error("--trace FILE: which trace?")
-    trace = read(options.trace)
+    trace = read(options.trace).arrivals
     if len(trace) < 2 * options.requests:
         parser.error(
             f"--requests {options.requests}: the trace has {len(trace)} requests, and twice as many are needed"

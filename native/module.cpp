@@ -13,6 +13,7 @@
 
 #include "convert.hpp"
 #include "digest.hpp"
+#include "fluid_python.hpp"
 #include "memcpy.hpp"
 #include "together.hpp"
 
@@ -180,5 +181,6 @@ NB_MODULE(_native, m) {
         nb::arg("dst_stride"), nb::arg("run"), nb::arg("keys"), nb::arg("words"), nb::arg("threads"), nb::arg("total"),
         nb::arg("isa"));
   m.def("memcpy", &memcpy_bytes, nb::arg("dst"), nb::arg("src"), nb::arg("nbytes"), nb::arg("threads"), nb::arg("streaming"));
+  bind_fluid(m);
   m.def("isa", [] { return has_avx2() ? "avx2" : "portable"; });
 }

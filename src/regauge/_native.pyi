@@ -82,3 +82,54 @@ def memcpy(dst: int, src: int, nbytes: int, threads: int, streaming: bool) -> No
 
 def isa() -> str:
     """Return the instruction set that "auto" picks on this CPU: "avx2" or "portable"."""
+
+class Fluid:
+    """A network as a fluid; `regauge.sim.reference.Fluid` says what each call does.
+
+    Numbers that are not known, and amounts that are negative or not finite, raise ValueError.
+    """
+
+    def add_port(self, rate: float) -> int:
+        """Add a port of so many bytes per second; return its number."""
+
+    def set_port(self, port: int, rate: float, now: float) -> float:
+        """Change a port's rate; return the time of the next event."""
+
+    def open(self, ports: Sequence[int], rank: int) -> int:
+        """Begin a flow; return its number, which is given again once the flow is over."""
+
+    def add(self, flow: int, size: float, over: bool, now: float) -> float:
+        """Give a flow bytes at once."""
+
+    def produce(self, flow: int, size: float, seconds: float, over: bool, now: float) -> float:
+        """Have bytes become ready evenly."""
+
+    def close(self, flow: int, now: float) -> tuple[float, float]:
+        """End a flow; return the bytes that crossed, and the time of the next event."""
+
+    def rerank(self, flow: int, rank: int, now: float) -> float:
+        """Change a flow's rank."""
+
+    def due(self, now: float) -> tuple[list[int], float]:
+        """Let happen what is due; return the flows that are done."""
+
+    def next(self) -> float:
+        """Return the time of the next event."""
+
+    def rate(self, flow: int) -> float:
+        """Return a flow's rate."""
+
+    def sent(self, flow: int, now: float) -> float:
+        """Return the bytes of a flow that have crossed."""
+
+    def ready(self, flow: int, now: float) -> float:
+        """Return the bytes of a flow that are ready and have not crossed."""
+
+    def carried(self, port: int, now: float) -> float:
+        """Return the bytes that have crossed a port."""
+
+    def backlog(self, port: int, now: float) -> float:
+        """Return the bytes that are ready and wait for a port."""
+
+    def used(self, port: int) -> float:
+        """Return the sum of the rates over a port."""

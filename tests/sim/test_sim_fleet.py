@@ -91,8 +91,8 @@ def test_a_trace_is_read_spread_and_paced(tmp_path: Path) -> None:
         '{"timestamp": 3000, "input_length": 1500, "output_length": 0, "hash_ids": [0, 5, 6]}\n'
         '{"timestamp": 0, "input_length": 100, "output_length": 9, "hash_ids": [0]}\n'
     )
-    arrivals = read(path)
-    assert arrivals == [Arrival(0.0, 100, 9, ()), Arrival(3.0, 1500, 1, (0, 5))]
+    arrivals = read(path).arrivals
+    assert arrivals == (Arrival(0.0, 100, 9, ()), Arrival(3.0, 1500, 1, (0, 5)))
     moved = spread(arrivals, 1)
     assert all(0 <= new.at - old.at <= 3.0 for new, old in zip(moved, arrivals, strict=True))
     assert moved != spread(arrivals, 2)

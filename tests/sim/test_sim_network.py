@@ -131,7 +131,7 @@ def test_a_flow_without_bytes_is_done_when_it_is_finished() -> None:
 
 @pytest.mark.parametrize("rate", [-1.0, float("nan"), float("inf")])
 def test_a_rate_that_is_none_is_refused(rate: float) -> None:
-    with pytest.raises(ConfigError, match="port nic0: rate is .* give a finite one, 0 or more"):
+    with pytest.raises(ConfigError, match=r"port nic0: rate is .* give a finite one, 0 or more"):
         Network(Clock(), {"nic0": rate})
     network = Network(Clock(), {"nic0": 1.0})
     with pytest.raises(ConfigError, match="port nic0: rate is"):
@@ -146,9 +146,9 @@ def test_what_makes_no_sense_is_refused() -> None:
         network.open(("nic0", "nic0"), lambda: None)
     flow = network.open(("nic0", "nic1"), lambda: None)
     for size in (-1.0, float("nan")):
-        with pytest.raises(ValueError, match="a flow is given .* bytes: give 0 or more"):
+        with pytest.raises(ValueError, match=r"a flow is given .* bytes: give 0 or more"):
             network.add(flow, size)
-        with pytest.raises(ValueError, match="over .* s: give a time of 0 or more"):
+        with pytest.raises(ValueError, match=r"over .* s: give a time of 0 or more"):
             network.produce(flow, 1.0, size)
 
 

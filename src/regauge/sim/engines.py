@@ -294,6 +294,7 @@ class Decode:
     def begin(self, task: Task) -> None:
         """A request's KV is here, and its first token: decode the others."""
         self._advance()
+        self.changed = True
         self._count += 1
         task.base = self.produced
         task.goal = self.produced + max(task.output - 1, 0)

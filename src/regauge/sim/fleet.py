@@ -47,7 +47,9 @@ class Fleet:
         self.clock = Clock()
         self.router = Router(config, seed)
         self.network = Network(self.clock, cluster.all_ports())
-        self.transfers: Transfers = carrier(cluster, self.clock, self.network, self._landed, self._refused)
+        self.transfers: Transfers = carrier(
+            cluster, self.clock, self.network, self._landed, self._refused, config.ttft_s
+        )
         self.prefills = {f"p{i}": self._prefill(i) for i in range(cluster.prefills)}
         self.decodes = {f"d{i}": self._decode(i) for i in range(cluster.decodes)}
         wrong.check(faults, {*self.prefills, *self.decodes}, set(self.network.ports))
@@ -58,9 +60,15 @@ class Fleet:
         self._waits: dict[int, tuple[Task, Wait]] = {}
         """Requests that wait for a worker, by number."""
         self._wrong: dict[tuple[str, str], list[Fault]] = {}
+        self._told_by: dict[str, Link] = {}
+        """A link of each decode worker, by which its NICs' state is told."""
+        self._backlogs: dict[str, int] = {}
         self._thinking = 0
         self._following: dict[int, list[tuple[int, Arrival]]] = {}
         self._next: Iterator[tuple[int, Arrival]] = iter(())
+        self._pending: set[int] = set()
+        """Of those that were taken from the trace, those that are not over."""
+        self._pulled_at = 0.0
         self._arriving = False
         self._reports = 0
         self._seats_most = self._warm = self._ends = 0
@@ -79,11 +87,11 @@ class Fleet:
     ) -> Result:
         """Serve the arrivals, ascending in `at`; the log has those after the first `warm`.
 
-        `progress` is told now and then how many requests are over, `watch` called at every report. Arrivals are pulled as their time comes, unless
-        they are a sequence in which some come after others.
+        `progress` is told now and then how many requests are over, `watch` called at every report. Arrivals are taken as their time comes, so
+        they need not all be in memory. Raises ConfigError for arrivals out of order.
         """
         self._warm, self._progress, self._watch = warm, progress, watch
-        self._next = self._open_loop(arrivals)
+        self._next = iter(enumerate(arrivals))
         self._arriving = True
         for fault in self._faults:
             self.clock.call(fault.at, self._fault, fault)
@@ -135,7 +143,8 @@ class Fleet:
             self.router.join(self._worker(name), 0.0)
         for name in self.decodes:
             for sender in self.prefills:
-                self.router.link(self._link(sender, name, 0), 0.0)
+                link = self._told_by[name] = self._link(sender, name)
+                self.router.link(link, 0.0)
 
     def _worker(self, name: str) -> Worker:
         if name in self.prefills:
@@ -145,15 +154,15 @@ class Fleet:
         worker = Worker(name, decode=True, slots=model.slots, computes=model.computer is not None)
         return worker if model.computer is None else _computing(worker, model.computer, 1.0)
 
-    def _link(self, prefill: str, decode: str, backlog: int) -> Link:
+    def _link(self, prefill: str, decode: str) -> Link:
         """Return a pair's link: what it is measured to give one transfer, and the NICs of decode all of them."""
         cluster = self.cluster
         if not self.knowledge.links:
-            return Link(prefill, decode, "DIRECT", cluster.bytes_per_token, 0.0, 0.0, backlog)
+            return Link(prefill, decode, "DIRECT", cluster.bytes_per_token, 0.0, 0.0)
         between = cluster.between(int(prefill[1:]), 0, int(decode[1:]), 0, 0)
         rate = min(cluster.prefill_nic, cluster.decode_nic, *(self.network.ports[port] for port in between))
         nic = cluster.decode_nic * cluster.decode_nics
-        return Link(prefill, decode, "DIRECT", cluster.bytes_per_token, rate, nic, backlog)
+        return Link(prefill, decode, "DIRECT", cluster.bytes_per_token, rate, nic)
 
     # What the router is told
 
@@ -168,20 +177,27 @@ class Fleet:
                 self._cache_events(prefill)
                 router.report(prefill.name, prefill.load(), now)
                 prefill.changed = False
-        sender = next(iter(self.prefills))
         for decode in self.decodes.values():
-            if decode.up and (all_of_them or decode.changed or decode.seats):
+            if not decode.up:
+                continue
+            if all_of_them or decode.changed:
                 if decode.computer is not None:
                     self._cache_events(decode.computer)
                 router.report(decode.name, decode.load(), now)
                 self._seats_most = max(self._seats_most, decode.seats)
-                # The state of a NIC is the same by whichever of its links it is told.
-                router.link(self._link(sender, decode.name, self.transfers.backlog(decode)), now)
                 decode.changed = False
+            self._nic_report(decode)
         if self._watch is not None:
             self._watch(self)
         if self._arriving or self._tasks or self._waits or self._thinking:
             self.clock.call(now + self.cluster.report_s, self._report, None)
+
+    def _nic_report(self, decode: Decode) -> None:
+        """Tell what is in front of a decode worker's NICs, once for all of its links: it is the same by whichever it is told."""
+        backlog = self.transfers.backlog(decode)
+        if backlog or self._backlogs.get(decode.name, 0):
+            self._backlogs[decode.name] = backlog
+            self.router.link(replace(self._told_by[decode.name], backlog_bytes=backlog), self.clock.now)
 
     def _cache_events(self, prefill: Prefill) -> None:
         if prefill.events:
@@ -191,29 +207,27 @@ class Fleet:
 
     # Arrivals
 
-    def _open_loop(self, arrivals: Iterable[Arrival]) -> Iterator[tuple[int, Arrival]]:
-        """Give those that come at a time of their own, with their numbers; keep the others for when their turn comes."""
-        if isinstance(arrivals, Sequence):
-            for number, arrival in enumerate(arrivals):
-                if arrival.after >= 0:
-                    if arrival.after >= number:
-                        raise ConfigError(f"arrival {number} comes after {arrival.after}, which is no earlier one")
-                    self._following.setdefault(arrival.after, []).append((number, arrival))
-        last = 0.0
-        for number, arrival in enumerate(arrivals):
-            if arrival.after < 0:
-                if not last <= arrival.at < inf:
-                    raise ConfigError(f"arrival {number} at {arrival.at} s: times ascend from 0, and {last} was before")
-                last = arrival.at
-                yield number, arrival
-            elif not isinstance(arrivals, Sequence):
-                raise ConfigError(f"arrival {number} comes after another one: give the arrivals as a sequence")
-
     def _pull(self) -> None:
-        following = next(self._next, None)
-        self._arriving = following is not None
-        if following is not None:
-            self.clock.call(following[1].at, self._come, following)
+        """Take arrivals up to the next that comes at a time of its own; those that wait for another's end are kept until then."""
+        for number, arrival in self._next:
+            if arrival.after < 0:
+                if not self._pulled_at <= arrival.at < inf:
+                    raise ConfigError(
+                        f"arrival {number} is at {arrival.at} s, behind one at {self._pulled_at}: times ascend from 0"
+                    )
+                self._pulled_at = arrival.at
+                self._pending.add(number)
+                self.clock.call(arrival.at, self._come, (number, arrival))
+                return
+            if arrival.after >= number:
+                raise ConfigError(f"arrival {number} comes after {arrival.after}, which is no earlier one")
+            self._thinking += 1
+            if arrival.after in self._pending:
+                self._following.setdefault(arrival.after, []).append((number, arrival))
+            else:
+                self.clock.call(self.clock.now + arrival.think_s, self._answered, (number, arrival))
+            self._pending.add(number)
+        self._arriving = False
 
     def _come(self, numbered: tuple[int, Arrival]) -> None:
         self._arrive(*numbered)
@@ -287,8 +301,8 @@ class Fleet:
         self._ends += 1
         if self._progress is not None and not self._ends % PROGRESS:
             self._progress(self._ends)
+        self._pending.discard(number)
         for following in self._following.pop(number, ()):
-            self._thinking += 1
             self.clock.call(now + following[1].think_s, self._answered, following)
         if number < self._warm:
             return

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from math import inf, isfinite
 
+from regauge._native import Fluid
 from regauge.errors import ConfigError
 from regauge.sim.clock import Clock
-from regauge.sim.reference import Fluid
 
 OVER = -1
 
@@ -110,6 +110,10 @@ class Network:
         """Return the bytes of a flow that have crossed."""
         return self._fluid.sent(_live(flow), self._clock.now)
 
+    def ready(self, flow: Flow) -> float:
+        """Return the bytes of a flow that are ready and have not crossed."""
+        return self._fluid.ready(_live(flow), self._clock.now)
+
     def carried(self, port: str) -> float:
         """Return the bytes that have crossed a port."""
         return self._fluid.carried(self._number(port), self._clock.now)
@@ -145,9 +149,10 @@ class Network:
         self._wakes = inf
         done, soonest = self._fluid.due(now)
         self._wake(soonest)
-        for number in done:
-            flow = self._flows.pop(number)
+        over = [self._flows.pop(number) for number in done]  # before anything is opened: numbers are given again
+        for flow in over:
             flow.number = OVER
+        for flow in over:
             flow.done()
 
 

@@ -134,6 +134,11 @@ class Fluid:
         self._advance(now)
         return self._flows[number].sent
 
+    def ready(self, number: int, now: float) -> float:
+        """Return the bytes of a flow that are ready and have not crossed."""
+        self._advance(now)
+        return self._flows[number].rest
+
     def carried(self, port: int, now: float) -> float:
         """Return the bytes that have crossed a port."""
         self._advance(now)

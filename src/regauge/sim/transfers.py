@@ -1,6 +1,6 @@
 """How KV crosses: one of several levels of detail, behind one interface.
 
-`Fluid` is the least: bytes become ready while the prompt is computed, and cross as fast as max-min fair sharing of the ports gives.
+`Fluid` is the least, bytes become ready while the prompt is computed, and cross as fast as max-min fair sharing of the ports gives; `transfers_flow.Controlled` has the real flow control.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from regauge.sim.clock import Clock
 from regauge.sim.cluster import Cluster
 from regauge.sim.engines import Decode, Task
 from regauge.sim.network import Flow, Network
+from regauge.sim.paths import Paths
+from regauge.sim.transfers_flow import Controlled
 
 
 class Transfers(Protocol):
@@ -44,41 +46,6 @@ class Way:
 
     def __init__(self, flow: Flow, nbytes: float, sender_nic: str, receiver_nic: str) -> None:
         self.flow, self.nbytes, self.sender_nic, self.receiver_nic = flow, nbytes, sender_nic, receiver_nic
-
-
-class Paths:
-    """NICs and the ports between them: who goes where, and what is planned on each NIC."""
-
-    def __init__(self, cluster: Cluster) -> None:
-        self._cluster = cluster
-        self._nics = {f"{role}{i}": cluster.nics(f"{role}{i}") for role, count in (("p", cluster.prefills), ("d", cluster.decodes)) for i in range(count)}  # fmt: skip
-        self._place = {port: i for ports in self._nics.values() for i, port in enumerate(ports)}
-        self.planned = dict.fromkeys(self._place, 0.0)
-        """Bytes of transfers that are on a NIC and have not landed."""
-        self._known: dict[tuple[str, str], tuple[str, ...]] = {}
-
-    def nics(self, worker: str) -> tuple[str, ...]:
-        """Return the ports of a worker's NICs."""
-        return self._nics[worker]
-
-    def least(self, worker: str) -> str:
-        """Return the NIC with the least planned on it."""
-        nics = self._nics[worker]
-        return nics[0] if len(nics) == 1 else min(nics, key=self.planned.__getitem__)
-
-    def ports(self, task: Task, sender_nic: str, receiver_nic: str) -> tuple[str, ...]:
-        """Return all ports that a transfer crosses."""
-        fabric = self._cluster.fabric
-        known = self._known.get((sender_nic, receiver_nic)) if fabric is None else None
-        if known is None:
-            assert task.prefill is not None  # noqa: S101  # nothing is sent otherwise
-            assert task.decode is not None  # noqa: S101
-            places = self._place[sender_nic], self._place[receiver_nic]
-            between = self._cluster.between(task.prefill.index, places[0], task.decode.index, places[1], task.number)
-            known = (sender_nic, receiver_nic, *between)
-            if fabric is None:
-                self._known[sender_nic, receiver_nic] = known
-        return known
 
 
 class Fluid:
@@ -152,6 +119,9 @@ class Fluid:
 
 def carrier(
     cluster: Cluster, clock: Clock, network: Network, landed: Callable[[Task], None], refused: Callable[[Task], None],
+    ttft_s: float | None,
 ) -> Transfers:  # fmt: skip
     """Return the cluster's level of detail. `landed` is told of transfers that are over, `refused` of those that decode does not take."""
-    return Fluid(cluster, network, landed)
+    if cluster.transfers == "fluid":
+        return Fluid(cluster, network, landed)
+    return Controlled(cluster, clock, network, landed, refused, ttft_s)
