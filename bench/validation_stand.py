@@ -49,14 +49,14 @@ POOL = 32_768
 SETTINGS = (
     "prefill.threads=1", "decode.threads=1", f"prefill.pool_tokens={POOL}", f"decode.pool_tokens={POOL}", f"prefill.chunk_tokens={CHUNK}",
 )  # fmt: skip
-SHORT = (16, 48, 96, 128, 192, 256)
+SHORT = (4, 16, 48, 96, 160, 256)
 LONG = (400, 640, 1_000)
 CACHED = 512
 BATCHES = ((1, 133), (2, 133), (4, 133), (8, 133), (1, 645), (4, 645))
 """Requests, and tokens of each; 128 and 640 of them are cached."""
-ANSWER = 14
+ANSWER = 12
 BESIDE = (1, 4)
-CHAIN = (256, 200, 400)
+CHAIN = (256, 400)
 READY_S = 300.0
 
 
@@ -191,12 +191,12 @@ def _steps(stand: Stand, samples: Samples, rng: random.Random) -> None:
 
 def _beside(stand: Stand, samples: Samples, rng: random.Random, batch: int) -> None:
     """Answers go on while prompts of no answer are computed one after the other; the answers outlast them."""
-    asks = _group(rng, batch, 133, 48, after=-1)
+    asks = _group(rng, batch, 133, 40, after=-1)
     behind = len(asks) - 1
     streams = range(behind + 1 - batch, behind + 1)
     chain = _chain([(_ids(rng, n), 1) for n in rng.sample(CHAIN, len(CHAIN))])
     # The first of the chain comes when the primer has ended and the answers have begun.
-    first = msgspec.structs.replace(chain[0], after=0, think_s=1.5)
+    first = msgspec.structs.replace(chain[0], after=0, think_s=1.0)
     later = [msgspec.structs.replace(each, after=behind + 1 + i, think_s=0.0) for i, each in enumerate(chain[1:])]
     came = stand.ask([*asks, first, *later])
     said = [each for each in stand.prefilled(len(came)) if each["tokens"] in CHAIN]
@@ -215,8 +215,8 @@ def _beside(stand: Stand, samples: Samples, rng: random.Random, batch: int) -> N
 def _group(rng: random.Random, batch: int, tokens: int, answer: int, after: int) -> list[Ask]:
     """Return a prompt alone, and then as many as `batch` at once that repeat all of it but the last block."""
     shared = _ids(rng, tokens - 5)
-    primer = Ask(0.0, shared + _ids(rng, 5), 1, after=after, think_s=0.3)
-    return [primer, *(Ask(0.0, shared + _ids(rng, 5), answer, after=after + 1, think_s=0.2) for _ in range(batch))]
+    primer = Ask(0.0, shared + _ids(rng, 5), 1, after=after, think_s=0.15)
+    return [primer, *(Ask(0.0, shared + _ids(rng, 5), answer, after=after + 1, think_s=0.1) for _ in range(batch))]
 
 
 def _chain(given: Sequence[tuple[list[int], int]]) -> list[Ask]:

@@ -27,7 +27,7 @@ def conversation(seed: int, count: int) -> list[Arrival]:
     talks: list[tuple[int, ...]] = []
     arrivals = []
     for _ in range(count):
-        at += rng.expovariate(1 / 1.35)
+        at += rng.expovariate(1 / 1.15)
         talk = rng.choice(talks) if talks and rng.random() < 0.4 else (0,)
         tokens = min(1_000, 24 + int(rng.lognormvariate(4.7, 0.9)))
         new = tokens // BLOCK
@@ -45,7 +45,7 @@ def code(seed: int, count: int) -> list[Arrival]:
     arrivals = []
     for number in range(count):
         if not left:
-            at += rng.expovariate(1 / 2.9)
+            at += rng.expovariate(1 / 2.2)
             left = 1 + min(6, int(rng.expovariate(1 / 1.6)))
         left -= 1
         new = min(8, int(rng.lognormvariate(0.5, 0.7)))
@@ -76,11 +76,11 @@ def agent(seed: int, count: int, sessions: int = 3) -> list[Arrival]:
 
 
 LOADS: dict[str, tuple[Callable[[int, int], list[Arrival]], int]] = {
-    "conversation": (conversation, 22),
-    "code": (code, 26),
-    "agent": (agent, 24),
+    "conversation": (conversation, 18),
+    "code": (code, 20),
+    "agent": (agent, 18),
 }
-"""With the number of requests of a run: some 25 s each."""
+"""With the number of requests of a run: some 20 s each."""
 
 
 def prompts(arrivals: Sequence[Arrival], seed: int) -> list[list[int]]:
