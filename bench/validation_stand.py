@@ -190,26 +190,27 @@ def _steps(stand: Stand, samples: Samples, rng: random.Random) -> None:
 
 
 def _beside(stand: Stand, samples: Samples, rng: random.Random, batch: int) -> None:
-    """Answers go on while prompts of no answer are computed one after the other; the answers outlast them."""
-    asks = _group(rng, batch, 133, 40, after=-1)
-    behind = len(asks) - 1
-    streams = range(behind + 1 - batch, behind + 1)
+    """Prompts are computed one after the other while answers go on; what the answers do not outlast does not count."""
+    asks = _group(rng, batch, 133, 48, after=-1)
+    streams, chained = range(1, len(asks)), len(asks)
     chain = _chain([(_ids(rng, n), 1) for n in rng.sample(CHAIN, len(CHAIN))])
     # The first of the chain comes when the primer has ended and the answers have begun.
     first = msgspec.structs.replace(chain[0], after=0, think_s=1.0)
-    later = [msgspec.structs.replace(each, after=behind + 1 + i, think_s=0.0) for i, each in enumerate(chain[1:])]
+    later = [msgspec.structs.replace(each, after=chained + i, think_s=0.0) for i, each in enumerate(chain[1:])]
     came = stand.ask([*asks, first, *later])
     said = [each for each in stand.prefilled(len(came)) if each["tokens"] in CHAIN]
-    begin, end = came[behind + 1].sent, came[-1].ended
-    assert all(came[i].pieces[0] < begin and came[i].ended > end for i in streams), (
-        "the answers did not outlast the prompts"
-    )
-    samples.beside += [Prompt(int(each["tokens"]), int(each["cached"]), each["prefill_s"]) for each in said]
+    begun, over = max(came[i].pieces[0] for i in streams), min(came[i].ended for i in streams)
+    both = [(c, s) for c, s in zip(came[chained:], said, strict=True) if begun < c.sent and c.ended < over]
+    if not both:
+        print(f"calibration beside {batch}: the answers and the prompts missed each other; is the machine busy?")
+        return
+    samples.beside += [Prompt(int(s["tokens"]), int(s["cached"]), s["prefill_s"]) for _, s in both]
+    begin, end = both[0][0].sent, both[-1][0].ended
     pieces = [[at for at in came[i].pieces if begin <= at <= end] for i in streams]
-    before = [sum(at < begin for at in came[i].pieces) for i in streams]
+    before = sum(at < begin for i in streams for at in came[i].pieces)
     step = together(pieces, 133)
-    share = min(1.0, sum(each["prefill_s"] for each in said) / (end - begin))
-    samples.steps_beside.append((Batch(batch, step.resident + sum(before), step.seconds), share))
+    share = min(1.0, sum(s["prefill_s"] for _, s in both) / (end - begin))
+    samples.steps_beside.append((Batch(batch, step.resident + before, step.seconds), share))
 
 
 def _group(rng: random.Random, batch: int, tokens: int, answer: int, after: int) -> list[Ask]:
