@@ -5,7 +5,8 @@
 Two rounds of: a calibration run, then each of three unlike loads (`validation_traces.py`) once. The simulator's constants come from the
 calibration runs alone (`validation_stand.py`, `regauge.sim.calibrate`): nothing was fitted to a run that is compared. Both sides get the same
 arrivals, lengths and prefix blocks, and route with the same `Router` and configuration; the real requests go over HTTP, each timed by a client in a
-process of its own. Real figures are the median over the rounds of each run's figure; simulated ones are of one run, which is the same every time.
+process of its own. Real figures are the median over the rounds of each run's figure; simulated ones the median of 25 runs whose arrivals differ by up to
+20 ms, since in a closed loop small differences grow: which requests share a step decides when the next ones come.
 
 Errors are simulated over real, minus 1. `spread` is the width of the real figures over the rounds, over their median: what no simulator could hit.
 """
@@ -13,6 +14,7 @@ Errors are simulated over real, minus 1. `spread` is the width of the real figur
 from __future__ import annotations
 
 import argparse
+import random
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
@@ -35,6 +37,9 @@ KV_BYTES = 11_520.0
 """Of a token of the bundled model on the wire, FP8."""
 NIC = 1e12
 """Bytes per second: shared memory, written while the prompt is computed. What is left of it afterwards is part of the measured latency."""
+RUNS = 25
+JITTER_S = 0.02
+"""A request comes so much later at most: less than a step. Who shares a step with whom hangs on less than that, and in a closed loop all that follows."""
 TARGET = 0.15
 JUDGED = ("ttft median", "output tok/s", "requests/s")
 
@@ -52,8 +57,16 @@ def cluster(found: Calibrated) -> Cluster:
 
 
 def simulated(arrivals: Sequence[Arrival], found: Calibrated) -> dict[str, float]:
+    """Return the medians of the figures of many simulated runs, each with its own jitter."""
+    made = [simulated_once(arrivals, found, seed) for seed in range(RUNS)]
+    return {figure: median(each[figure] for each in made) for figure in made[0]}
+
+
+def simulated_once(arrivals: Sequence[Arrival], found: Calibrated, seed: int) -> dict[str, float]:
     """Return the figures of a simulated run. What a first token takes beside computing is added to it, and to the thinking before the next turn."""
+    rng = random.Random(seed)  # noqa: S311
     late = [found.latency(each.tokens) for each in arrivals]
+    arrivals = _jittered(arrivals, rng)
     given = [replace(each, think_s=each.think_s + late[each.after]) if each.after >= 0 else each for each in arrivals]
     fleet = SharedFleet(cluster(found), RouteConfig(block_tokens=BLOCK), found.prompts, found.beside)
     log = fleet.run(given).log
@@ -62,6 +75,16 @@ def simulated(arrivals: Sequence[Arrival], found: Calibrated) -> dict[str, float
     span = float(log.ended.max() - log.at.min()) + late[-1]
     tpot = [float(x) for x in log.tpot()]
     return _figures([float(x) for x in ttft], tpot, span, int(log.output.sum()), int(log.cached.sum()))
+
+
+def _jittered(arrivals: Sequence[Arrival], rng: random.Random) -> list[Arrival]:
+    """Return the arrivals a little later each, in the order that they had."""
+    at, found = 0.0, []
+    for each in arrivals:
+        later = rng.uniform(0.0, JITTER_S)
+        at = max(at, each.at + later) if each.after < 0 else at
+        found.append(replace(each, at=at, think_s=each.think_s + later))
+    return found
 
 
 def measured(came: Sequence[Came], arrivals: Sequence[Arrival]) -> dict[str, float]:

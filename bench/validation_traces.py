@@ -78,7 +78,7 @@ def agent(seed: int, count: int, sessions: int = 3) -> list[Arrival]:
 LOADS: dict[str, tuple[Callable[[int, int], list[Arrival]], int]] = {
     "conversation": (conversation, 18),
     "code": (code, 20),
-    "agent": (agent, 18),
+    "agent": (agent, 24),
 }
 """With the number of requests of a run: some 20 s each."""
 

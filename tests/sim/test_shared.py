@@ -128,8 +128,17 @@ def test_a_request_joins_between_two_steps() -> None:
     """The first answer's step is under way when the second prompt is there: its first step is the one after."""
     steps = TIMES(1, 0) / 0.06
     log = _run([Arrival(0.0, 1, 40, ()), Arrival(TIMES(1, 0), 1, 2, ())])
-    waits = (1 - steps % 1) * 0.08  # at the pace of two
-    assert log.ended[1] - log.first[1] == pytest.approx(waits + 0.08, abs=2e-3)
+    waits = (1 - steps % 1) * 0.06
+    assert log.ended[1] - log.first[1] == pytest.approx(waits + 0.08, abs=1e-4)
+
+
+def test_of_two_at_one_instant_the_second_misses_the_first_step() -> None:
+    log = _run(
+        [Arrival(0.0, 20, 3, ()), Arrival(0.001, 200, 1, ()), Arrival(0.002, 20, 3, ()), Arrival(0.003, 20, 3, ())]
+    )
+    assert log.first[2] == pytest.approx(log.first[3], abs=1e-6)
+    took = sorted(log.ended[2:] - log.first[2:])
+    assert took == pytest.approx([0.06 + 0.08, 0.06 + 0.08 + 0.06], abs=1e-6)  # alone, both, the other alone
 
 
 @given(_ARRIVALS, st.floats(1.0, 3.0), st.floats(1.0, 3.0))

@@ -5,16 +5,15 @@ Both are measured (`calibrate.py`): the steps of a prompt, and what computing of
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable
-from math import ceil, isnan
+from math import ceil, floor, isnan
 
 from regauge.config_route import RouteConfig
 from regauge.errors import ConfigError
 from regauge.sim.calibrate import Beside, PromptTimes
 from regauge.sim.clock import Clock
 from regauge.sim.cluster import Cluster
-from regauge.sim.engines import Decode, Prefill, PrefillModel, Task
+from regauge.sim.engines import Decode, DecodeModel, Prefill, PrefillModel, Task
 from regauge.sim.fleet import Fleet
 
 _AT_ONCE_S = 1e-9
@@ -128,20 +127,60 @@ class Chunked(Prefill):
 
 
 class Stepped(Decode):
-    """A decode worker whose requests join, and leave, between two steps: a fluid that counts whole steps."""
+    """A decode worker whose requests join, and leave, between two steps: a fluid that counts whole steps.
+
+    Of several that come at one instant, the first begins a step, and the others join the one after it.
+    """
+
+    def __init__(
+        self, name: str, index: int, model: DecodeModel, clock: Clock,
+        seated: Callable[[Task], None], ended: Callable[[Task], None],
+    ) -> None:  # fmt: skip
+        super().__init__(name, index, model, clock, seated, ended)
+        self._joining: list[Task] = []
+        self._turn = 0
 
     def begin(self, task: Task) -> None:
-        """Decode a request from the next step on."""
+        """Decode a request from the next step on. One that has its only token takes part in none."""
         self._advance()
-        self.produced = ceil(self.produced - _ALMOST) if not self._batch else self.produced
-        self._count += 1
-        task.base = ceil(self.produced - _ALMOST)
-        task.goal = task.base + max(task.output - 1, 0) if task.output > 1 else self.produced
-        task.decoding = True
-        self._batch += 1
-        self._resident += task.tokens - task.base
-        heapq.heappush(self._running, (task.goal, self._count, task))
-        self._plan()
+        if task.output > 1 and any(goal > self.produced + _ALMOST for goal, *_ in self._running):
+            self._joining.append(task)
+            self._plan()
+        elif task.output <= 1:
+            super().begin(task)
+        else:
+            self.produced = float(ceil(self.produced - _ALMOST))
+            super().begin(task)
+
+    def cancel(self, task: Task) -> int:
+        """Give a request up; see `Decode.cancel`."""
+        if task not in self._joining:
+            return super().cancel(task)
+        self.changed = True
+        self._joining.remove(task)
+        self._free(task)
+        self._admit()
+        return 1
+
+    def _plan(self) -> None:
+        """Look again at the next end, and at the end of the step under way if somebody waits for it."""
+        super()._plan()
+        if not self._joining:
+            return
+        left = floor(self.produced + _ALMOST) + 1 - self.produced if self._batch else 0.0
+        if self._pace > 0:
+            self._turn += 1
+            when = self._at + left * (self._step + self._slope * left / 2) / self._pace
+            self._clock.call(when, self._join, self._turn)
+
+    def _join(self, turn: int) -> None:
+        if turn != self._turn:
+            return  # the pace has changed, or somebody has ended
+        joining, self._joining = self._joining, []
+        self._advance()
+        self.produced = float(round(self.produced))
+        for task in joining:
+            super().begin(task)
 
 
 class SharedFleet(Fleet):
