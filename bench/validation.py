@@ -103,8 +103,8 @@ def _figures(ttft: Sequence[float], tpot: Sequence[float], span: float, output: 
     }  # fmt: skip
 
 
-def real_run(stand: Stand, arrivals: Sequence[Arrival], seed: int) -> dict[str, float]:
-    ids = prompts(arrivals, seed)
+def real_run(stand: Stand, arrivals: Sequence[Arrival], run: str) -> dict[str, float]:
+    ids = prompts(arrivals, run)
     asks = [Ask(each.at, text, each.output, each.after, each.think_s) for each, text in zip(arrivals, ids, strict=True)]
     came = stand.ask(asks)
     stand.prefilled(len(asks))
@@ -152,7 +152,7 @@ def main() -> None:
         for turn in range(options.rounds):
             calibrate(stand, samples, turn)
             for name, arrivals in loads.items():
-                runs[name].append(real_run(stand, arrivals, turn))
+                runs[name].append(real_run(stand, arrivals, f"{name} {turn}"))
     found = fitted(samples)
     table = [row for name, arrivals in loads.items() for row in rows(name, runs[name], simulated(arrivals, found))]
     print_table(report(found))

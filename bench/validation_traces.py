@@ -6,7 +6,7 @@
 | code | Azure's 2023 code trace: bursts (coefficient of variation 13 there), long prompts, few tokens out, nothing cached | 2,048 in to some 170, 28 out to 4 |
 | agent | Weka's sessions: each turn waits for the answer and thinks, and repeats all before it behind a shared system prompt | 122,000 in to some 500, 440 out to 10; 10 s of thinking to 1 |
 
-Prompts are token ids that follow from the run's seed and the blocks' numbers, so that what the real prefix cache finds is what the trace says, and
+Prompts are token ids that follow from the run's name and the blocks' numbers, so that what the real prefix cache finds is what the trace says, and
 nothing of the run before.
 """
 
@@ -83,17 +83,17 @@ LOADS: dict[str, tuple[Callable[[int, int], list[Arrival]], int]] = {
 """With the number of requests of a run: some 20 s each."""
 
 
-def prompts(arrivals: Sequence[Arrival], seed: int) -> list[list[int]]:
-    """Return the token ids of each arrival: equal blocks are equal ids, all else differs."""
+def prompts(arrivals: Sequence[Arrival], run: str) -> list[list[int]]:
+    """Return the token ids of each arrival: equal blocks of one run are equal ids, all else differs."""
     made: dict[int, list[int]] = {}
     found = []
     for number, arrival in enumerate(arrivals):
         ids: list[int] = []
         for block in arrival.blocks:
             if block not in made:
-                made[block] = _ids(BLOCK, f"{seed} block {block}")
+                made[block] = _ids(BLOCK, f"{run} block {block}")
             ids += made[block]
-        found.append(ids + _ids(arrival.tokens - len(ids), f"{seed} rest {number}"))
+        found.append(ids + _ids(arrival.tokens - len(ids), f"{run} rest {number}"))
     return found
 
 
