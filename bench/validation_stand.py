@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import os
 import random
 import re
 import signal
@@ -90,13 +91,15 @@ class Stand:
 
 
 @contextlib.contextmanager
-def serving(folder: Path) -> Iterator[Stand]:
+def serving(folder: Path, *, clockwork: bool = False) -> Iterator[Stand]:
+    """Run the deployment. `clockwork`: steps take known times, and compute nothing."""
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).with_name("clockwork"))} if clockwork else None
     [port] = free_ports("127.0.0.1")
     stand = Stand(f"http://127.0.0.1:{port}", folder / "serve.log")
     settings = [word for each in SETTINGS for word in ("--set", each)]
     with stand.log.open("wb") as log:
         command = [sys.executable, "-m", "regauge", "serve", "--port", str(port), "--log-json", *settings]
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
         try:
             _wait(stand.url, process)
             yield stand
