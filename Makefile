@@ -7,7 +7,7 @@ VLLM := .venv-vllm
 SGLANG := .venv-sglang
 ARGS ?=
 
-.PHONY: serve test test-chaos test-planes test-transports test-vllm test-sglang test-mixed test-postgres test-etcd bench bench-chaos bench-overload bench-vllm bench-sglang gpu check format clean
+.PHONY: serve test test-chaos test-planes test-transports test-vllm test-sglang test-mixed test-postgres test-etcd test-simgrid bench bench-chaos bench-overload bench-vllm bench-sglang gpu check format clean
 
 serve: $(READY)  ## a real small model, served across a prefill and a decode process
 	$(BIN)/regauge serve $(ARGS)
@@ -37,6 +37,10 @@ test-etcd: $(READY)  ## workers in a real etcd: Debian's package
 	scripts/install-etcd
 	$(BIN)/python -m pytest tests/real_etcd $(ARGS)
 
+test-simgrid: $(READY)  ## the simulated network against SimGrid: Debian's package, for the system's Python
+	scripts/install-simgrid
+	$(BIN)/python -m pytest tests/real_simgrid $(ARGS)
+
 test-mixed: $(READY) $(VLLM)/.ready $(SGLANG)/.ready  ## vLLM, SGLang and the embedded engine on either side of each other
 	$(BIN)/python -m pytest tests/real_mixed $(ARGS)
 
@@ -49,6 +53,7 @@ bench: $(READY)  ## every measured claim, in some hours; for the whole table of 
 	$(BIN)/python bench/overlap.py
 	$(BIN)/python bench/incast.py --seeds 1
 	$(BIN)/python bench/flow_cost.py
+	$(BIN)/python bench/fluid.py
 	$(BIN)/regauge bench faults
 	$(BIN)/python bench/endings.py
 	$(BIN)/python bench/serve.py

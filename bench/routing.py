@@ -1,6 +1,6 @@
 """Routing policies on a real trace: hit rate, time to the first token, network use. SIMULATED workers and network, the gateway's own router.
 
-    python bench/routing.py --decisions
+    python bench/routing.py --decisions [--trace mooncake_conversation.jsonl] [--requests N]
     python bench/routing.py --trace mooncake_conversation.jsonl [--seeds N] [--requests N] [--only WORD] [--json]
 
 The trace is Mooncake's (kvcache-ai/Mooncake, FAST25-release/traces), its 3-second ticks spread at random by seed. `src/regauge/sim` is what is simulated: prefill workers
@@ -16,20 +16,24 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import gc
+import math
 import statistics
 import time
-from collections import deque
+import tracemalloc
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
 from harness import percentile, print_table, write_json
 from regauge.blocks import Stored
 from regauge.config import RouteConfig
-from regauge.route.cluster import Link, Load, Request, Worker
+from regauge.route.prefix import PrefixIndex
 from regauge.route.router import Router
 from regauge.sim.engines import DecodeModel, PrefillModel
 from regauge.sim.fleet import Cluster, Fleet, Knowledge, Result
-from regauge.sim.trace import BLOCK, Arrival, paced, read, spread
+from regauge.sim.trace import BLOCK, Arrival, generate, paced, read, spread
+from route_load import Call, recorded, started
 
 TARGET = 0.8
 """Of cache+load's mean time to the first token, on the loaded fabric."""
@@ -40,6 +44,8 @@ CACHE_WEIGHTS = (0.5, 1.0, 2.0, 4.0)
 ROOM_WEIGHTS = ((1.0, 0.0), (1.0, 1.0), (1.0, 4.0), (0.0, 1.0))
 """Of slots and pages."""
 ALL = Knowledge()
+REQUESTS_PER_S = 1.42
+"""For each prefill worker, where only decisions are timed: 17 for 12."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,46 +173,85 @@ def measure(fabric: Fabric, trace: Sequence[Arrival], requests: int, seeds: int)
     return {"fabric": fabric.name, "rows": rows, "tuning": tried}
 
 
-def decisions(prefills: int, decodes: int, count: int = 3_000) -> dict[str, object]:
-    """Time decisions of network-aware over so many workers, prompts of 190 blocks of which all share some. Wall time: the median holds beside other work."""
-    router = Router(RouteConfig(), 0)
-    for i in range(prefills):
-        router.join(Worker(f"p{i}", prefill=True, prior_tokens_per_s=5_000.0), 0.0)
-    for j in range(decodes):
-        router.join(Worker(f"d{j}", decode=True, slots=64), 0.0)
-    for i in range(prefills):
-        router.cache_event(f"p{i}", Stored(1, tuple(range(10 + 3 * i))), 0.0)
-        for j in range(decodes):
-            router.link(Link(f"p{i}", f"d{j}", "DIRECT", 1e5, 50e9), 0.0)
-    held: deque[str] = deque()
-    times = []
-    for number in range(count):
-        now = number / count
-        for i in range(prefills) if number % (count // 10) == 0 else ():
-            router.report(f"p{i}", Load(queued_tokens=5_000, cache_seq=1), now)
-        request = Request(f"r{number}", tokens=12_200, blocks=tuple(range(190)))
-        began = time.perf_counter_ns()
-        router.route(request, now)
-        times.append((time.perf_counter_ns() - began) / 1e3)
-        held.append(request.id)
-        if len(held) > 3 * prefills:  # so many are under way
-            done = held.popleft()
-            router.first_token(done, now)
-            router.finished(done, now)
-    return {"workers": f"{prefills} + {decodes}", "P50 us": percentile(times, 0.5), "P99 us": percentile(times, 0.99)}
+def decisions(prefills: int, decodes: int, arrivals: Sequence[Arrival], rounds: int = 3) -> dict[str, object]:
+    """Time what network-aware costs for each request, all that the router hears of it and of the workers included: CPU time, the least of a few rounds.
+
+    `route us`: the decision's part. `links us`: all, where each link tells of decode's NIC, and not the NIC once. `explained us`: all, with the journal and
+    runners-up. `loop ns`: a turn of a bare Python loop in the same rounds.
+    """
+    told = {links: recorded(prefills, decodes, arrivals, links=links) for links in (False, True)}
+    count, times = len(arrivals), dict.fromkeys(("us", "links us", "explained us", "loop ns"), math.inf)
+    for _ in range(rounds):
+        for name, links, explain in (("us", False, False), ("links us", True, False), ("explained us", False, True)):
+            router = started(prefills, decodes, explain=explain)
+            times[name] = min(times[name], cpu_of_calls(router, told[links]) / count * 1e6)
+        times["loop ns"] = min(times["loop ns"], bare_loop())
+    only: defaultdict[str, float] = defaultdict(float)
+    router, clock, cost = started(prefills, decodes), time.process_time, clock_cost()
+    for function, given in told[False]:
+        began = clock()
+        function(router, *given)
+        only[function.__name__] += clock() - began - cost
+    return {"workers": f"{prefills} + {decodes}", "route us": only["route"] / count * 1e6, **times}
+
+
+def cpu_of_calls(router: Router, calls: Sequence[Call]) -> float:
+    gc.collect()
+    gc.disable()
+    began = time.process_time()
+    for function, given in calls:
+        function(router, *given)
+    took = time.process_time() - began
+    gc.enable()
+    return took
+
+
+def bare_loop(turns: int = 500_000) -> float:
+    began, total = time.process_time(), 0
+    for number in range(turns):
+        total += number
+    return (time.process_time() - began) / turns * 1e9
+
+
+def clock_cost(times: int = 20_000) -> float:
+    began = time.process_time()
+    for _ in range(times):
+        time.process_time()
+    return (time.process_time() - began) / times
+
+
+def block_bytes(workers: int = 96, blocks: int = 2_000) -> float:
+    """Return the bytes that a known block of a worker takes, where each has blocks of its own."""
+    index = PrefixIndex(10**9, 10.0)
+    tracemalloc.start()
+    for number in range(workers):
+        index.join(f"p{number}", blocks, 0.0)
+        index.event(f"p{number}", Stored(1, tuple(range(10**9 + number * blocks, 10**9 + (number + 1) * blocks))), 0.0)
+    took, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    return took / len(index)
+
+
+def requests(options: argparse.Namespace, prefills: int) -> list[Arrival]:
+    """Return `--requests` arrivals, as many a second for a prefill worker whatever their number."""
+    count, per_s = options.requests, REQUESTS_PER_S * prefills
+    trace = spread(read(options.trace), 1)[:count] if options.trace else generate(1, count, per_s)
+    return paced(trace, per_s * (trace[-1].at - trace[0].at) / len(trace))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trace", type=Path, help="a Mooncake trace")
-    parser.add_argument("--decisions", action="store_true", help="only how long a decision takes")
+    parser.add_argument("--decisions", action="store_true", help="only what the router costs")
     parser.add_argument("--requests", type=int, default=2_000, help="to tune on, and as many after them to measure on")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--only", default="", help="run only fabrics whose name contains this")
     parser.add_argument("--json", action="store_true", help="also write bench/out/routing.json")
     options = parser.parse_args()
     if options.decisions:
-        print_table([decisions(4, 4), decisions(96, 32)])
+        sizes = ((4, 4), (12, 4), (96, 32))
+        print_table([decisions(*size, requests(options, size[0])) for size in sizes])
+        print(f"\n{block_bytes():.0f} bytes for each block of a worker that the index knows")
         return 0
     if options.trace is None:
         parser.error("--trace FILE: which trace?")

@@ -25,7 +25,6 @@ int Fluid::add_port(double rate) {
 double Fluid::set_port(int port, double rate, double now) {
   ++epoch_;
   for (int number : ports_[port].over) include(number);
-  spread(false);  // by the old rate
   ports_[port].rate = rate;
   return settle(now);
 }
@@ -67,11 +66,13 @@ double Fluid::add(int number, double size, bool over, double now) {
 }
 
 double Fluid::produce(int number, double size, double seconds, bool over, double now) {
+  const double end = now + seconds, rate = size / (end - now);  // so that it adds up to `size`
+  if (!(end > now && rate < kInf)) return add(number, size, over, now);  // no time that a double could tell
   Flow& flow = flows_[number];
   advance(flow, now);
   flow.over |= over;
   flow.given += size;
-  flow.making.emplace_back(now + seconds, size / seconds);
+  flow.making.emplace_back(end, rate);
   flow.made = 0;
   for (const auto& part : flow.making) flow.made += part.second;
   if (flow.waits || flow.made == 0) {

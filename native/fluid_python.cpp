@@ -63,7 +63,6 @@ void bind_fluid(nb::module_& m) {
       .def("produce",
            [](Fluid& f, int flow, double size, double seconds, bool over, double now) {
              check_flow(f, flow), check_amount(size, "size"), check_amount(seconds, "seconds"), check_time(now);
-             if (!std::isfinite(size / seconds)) refuse("size over seconds is not a finite number: add it at once");
              return f.produce(flow, size, seconds, over, now);
            },
            nb::arg("flow"), nb::arg("size"), nb::arg("seconds"), nb::arg("over"), nb::arg("now"))

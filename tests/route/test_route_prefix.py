@@ -180,3 +180,37 @@ def test_an_assumed_cache_is_as_large_as_the_reported_pool() -> None:
     router.join(Worker("p0", prefill=True, cache_tokens=30), 0.0)
     placed(router, Request("b", tokens=45, blocks=(1, 2, 3, 4)), 0.0)
     assert router.index.blocks("p0") == {1, 2, 3}
+
+
+@settings(max_examples=30)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["assume", "resize"]), st.lists(st.integers(0, 30), max_size=6, unique=True)),
+        max_size=40,
+    )
+)
+def test_the_oldest_go_first_whatever_was_used_again(steps: list[tuple[str, list[int]]]) -> None:
+    index, order, capacity = PrefixIndex(1_000, 10.0), list[int](), 8
+    index.join("a", capacity, 0.0)
+    for what, blocks in steps:
+        if what == "assume":
+            index.assume("a", blocks)
+            order = [block for block in order if block not in blocks] + blocks[::-1]
+        else:
+            capacity = 1 + len(blocks)
+            index.resize("a", capacity)
+        order = order[-capacity:]
+        assert index.blocks("a") == set(order)
+
+
+def test_doubtful_are_those_that_are_stale_or_guessed_at() -> None:
+    index = PrefixIndex(1_000, 10.0)
+    for name in ("guessed", "told", "gap"):
+        index.join(name, 100, 0.0)
+    index.event("told", Stored(1, (1,)), 0.0)
+    index.event("gap", Stored(3, (1,)), 5.0)
+    assert index.names(index.doubtful(9.0)) == ("guessed", "gap")
+    assert index.names(index.doubtful(11.0)) == ("guessed", "told", "gap")
+    index.heard("told", 1, 12.0)
+    assert index.names(index.doubtful(13.0)) == ("guessed", "gap")
+    assert index.matches((1, 2)) == [(0b110, 1)]

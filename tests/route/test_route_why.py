@@ -6,7 +6,8 @@ import json
 
 from route_rig import NIC, cluster, link, placed
 
-from regauge.route.cluster import Refusal, Request, Route
+from regauge.route.cluster import Refusal, Request, Route, Worker
+from regauge.route.router import Router
 from regauge.route.why import Journal, explain
 
 
@@ -63,3 +64,13 @@ def test_only_the_newest_are_kept() -> None:
     assert record is not None
     assert record is journal.of("r4")
     assert (len(record.decisions), len(record.events)) == (2, 64)
+
+
+def test_without_explanations_nothing_is_kept() -> None:
+    router = Router(explain=False)
+    router.join(Worker("d0", decode=True, computes=True), 0.0)
+    route = placed(router, Request("a", tokens=1000), 0.0)
+    router.first_token("a", 1.0)
+    router.finished("a", 2.0)
+    assert (route.decode, [one.decode for one in route.candidates]) == ("d0", ["d0"])
+    assert router.journal.of("a") is None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from math import inf
 
 import pytest
@@ -12,6 +14,9 @@ from hypothesis import strategies as st
 
 from regauge._native import Fluid
 from regauge.sim import reference
+from regauge.sim.clock import Clock
+from regauge.sim.network import Network
+from regauge.sim.topology import Ends, FatTree, Racks, Rails
 
 PORTS = {0: 10.0, 1: 4.0, 2: 6.0, 3: 20.0, 4: 6.0}
 PATHS = [(0,), (0, 2), (0, 3), (1, 2), (1, 3), (4, 2), (4, 3), (4, 0, 2), (1, 0, 3, 2)]
@@ -172,6 +177,37 @@ def test_shares_are_max_min_fair_and_no_byte_is_lost(engine: type, script: tuple
         assert played.fluid.carried(port, played.now) == pytest.approx(played.crossed[port], rel=1e-9, abs=1e-6)
 
 
+def times(fabric: Racks | FatTree | Rails, engine: Fluid | reference.Fluid, begin: float) -> list[float]:
+    """When 150 transfers end, most of which are produced as they go, over cables that are shared."""
+    clock, draw, ended = Clock(), random.Random(3), [0.0] * 150
+    nics = {f"p{i}.{n}": 50e9 for i in range(8) for n in range(2)} | {
+        f"d{i}.{n}": 25e9 for i in range(4) for n in range(2)
+    }
+    network = Network(clock, nics | fabric.ports(), engine)
+
+    def begins(number: int) -> None:
+        ends = draw.randrange(8), draw.randrange(fabric.ends.sender_nics), draw.randrange(4), draw.randrange(2)
+        path = (f"p{ends[0]}.{ends[1]}", *fabric.path(*ends, number), f"d{ends[2]}.{ends[3]}")
+        flow = network.open(path, lambda: ended.__setitem__(number, clock.now), draw.randrange(2))
+        network.produce(flow, draw.expovariate(1 / 3e9), draw.choice([0.0, 0.1, 1.0]), last=True)
+
+    for number in range(150):
+        clock.at(begin + number / 50, partial(begins, number))
+    clock.run()
+    return ended
+
+
+@pytest.mark.parametrize("begin", [0.0, 1e6])
+@pytest.mark.parametrize(
+    "fabric",
+    [Racks(Ends(8, 4, 1, 2), 2, 2, 20e9), FatTree(Ends(8, 4, 1, 2), 4, 25e9), Rails(Ends(8, 4, 2, 2), 1, 30e9)],
+)
+def test_on_a_fabric_flows_end_when_the_plain_one_says(fabric: Racks | FatTree | Rails, begin: float) -> None:
+    fast, plain = (times(fabric, engine, begin) for engine in (Fluid(), reference.Fluid()))
+    assert min(fast) > begin
+    assert fast == pytest.approx(plain, rel=1e-13, abs=1e-9)
+
+
 @pytest.mark.parametrize(
     ("call", "said"),
     [
@@ -180,7 +216,7 @@ def test_shares_are_max_min_fair_and_no_byte_is_lost(engine: type, script: tuple
         (lambda fluid: fluid.open([0, 0], 0), "crosses port 0 twice"),
         (lambda fluid: fluid.add(3, 1.0, False, 0.0), "there is no flow 3"),
         (lambda fluid: fluid.add(fluid.open([0], 0), -1.0, False, 0.0), "size is not a finite number of 0 or more"),
-        (lambda fluid: fluid.produce(fluid.open([0], 0), 1.0, 0.0, False, 0.0), "add it at once"),
+        (lambda fluid: fluid.produce(fluid.open([0], 0), 1.0, -1.0, False, 0.0), "seconds is not a finite number"),
         (lambda fluid: fluid.set_port(0, inf, 0.0), "rate is not a finite number"),
         (lambda fluid: fluid.due(float("nan")), "now is not a number"),
         (lambda fluid: [fluid.close(flow, 0.0) for flow in [fluid.open([0], 0)] * 2], "there is no flow 0"),

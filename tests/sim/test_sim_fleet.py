@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from regauge.config import RouteConfig
@@ -14,13 +15,14 @@ from regauge.errors import ConfigError
 from regauge.route.policies import POLICIES
 from regauge.sim.engines import DecodeModel, PrefillModel
 from regauge.sim.fleet import Cluster, Fleet, Knowledge, Result
+from regauge.sim.log import COMPLETE, LIMITED
 from regauge.sim.trace import Arrival, generate, paced, read, spread
 
 SMALL = Cluster(3, 2, PrefillModel(20_000.0, cache_blocks=400), DecodeModel(slots=16, pages=20_000), decode_nic=5e9)
 
 
 def run(
-    policy: PolicyName, arrivals: Sequence[Arrival], cluster: Cluster = SMALL, **knowledge: bool
+    policy: PolicyName, arrivals: Iterable[Arrival], cluster: Cluster = SMALL, **knowledge: bool
 ) -> tuple[Fleet, Result]:
     fleet = Fleet(cluster, RouteConfig(policy=policy, block_tokens=512), 1, Knowledge(**knowledge))
     return fleet, fleet.run(arrivals)
@@ -102,3 +104,39 @@ def test_a_trace_is_read_spread_and_paced(tmp_path: Path) -> None:
         read(path)
     with pytest.raises(ConfigError, match="No such file"):
         read(tmp_path / "none")
+
+
+def test_turns_of_a_session_come_after_the_answer_and_a_pause() -> None:
+    turns = [Arrival(1.0, 1_000, 50, (1,)), Arrival(1.0, 2_000, 50, (1, 2), after=0, think_s=3.0)]
+    _, result = run("network-aware", iter([*turns, Arrival(1.0, 3_000, 5, (), after=1), Arrival(2.0, 100, 5, ())]))
+    log = result.log
+    assert list(log.at) == pytest.approx([1.0, log.ended[0] + 3.0, log.ended[1], 2.0])
+    assert log.cached[1] == 512
+
+
+def test_a_turn_whose_predecessor_was_refused_comes_all_the_same() -> None:
+    fleet = Fleet(SMALL, RouteConfig(ttft_s=0.05, block_tokens=512))
+    log = fleet.run([Arrival(0.0, 90_000, 5, ()), Arrival(0.0, 100, 5, (), after=0, think_s=2.0)]).log
+    assert list(log.outcome) == [LIMITED, COMPLETE]
+    assert list(log.at) == [0.0, 2.0]
+    assert log.attempts[0] == 0
+    assert np.isnan(log.first[0])
+
+
+def test_arrivals_out_of_order_are_refused() -> None:
+    for arrivals, message in (
+        ([Arrival(2.0, 1, 1, ()), Arrival(1.0, 1, 1, ())], r"arrival 1 is at 1\.0 s, behind one at 2\.0"),
+        ([Arrival(0.0, 1, 1, ()), Arrival(0.0, 1, 1, (), after=1)], "arrival 1 comes after 1, which is no earlier one"),
+        ([Arrival(float("nan"), 1, 1, ())], "arrival 0 is at nan s"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            run("network-aware", arrivals)
+
+
+def test_requests_that_warm_up_are_not_in_the_log() -> None:
+    told: list[int] = []
+    fleet = Fleet(SMALL, RouteConfig(block_tokens=512))
+    result = fleet.run(generate(1, 300, 50.0), warm=280, progress=told.append)
+    assert len(result.log) == 20
+    assert told == [256, 300]
+    assert result.decisions["placed"] == 300

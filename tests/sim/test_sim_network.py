@@ -129,6 +129,17 @@ def test_a_flow_without_bytes_is_done_when_it_is_finished() -> None:
     assert run.ended == {"none": 0.0, "late": 3.0}
 
 
+@pytest.mark.parametrize("seconds", [0.0, 5e-324, 1e-300, 1e-12, 1e-6])
+@pytest.mark.parametrize("begin", [0.0, 1e7])
+def test_times_too_short_for_a_double_lose_no_byte(seconds: float, begin: float) -> None:
+    run = Run({"r": 50e9})
+    flow = run.flow("a", "r")
+    run.at(begin, lambda: run.network.produce(flow, 100e9, seconds, last=True))
+    run.clock.run()
+    assert run.ended["a"] - begin == pytest.approx(2.0)
+    assert run.network.carried("r") == pytest.approx(100e9)
+
+
 @pytest.mark.parametrize("rate", [-1.0, float("nan"), float("inf")])
 def test_a_rate_that_is_none_is_refused(rate: float) -> None:
     with pytest.raises(ConfigError, match=r"port nic0: rate is .* give a finite one, 0 or more"):

@@ -24,6 +24,7 @@ SPREADS: Final = 3.0
 RATIO_BOUNDS: Final = (0.5, 2.0)
 FORGET_S: Final = 5.0
 MOST_RETRY_S: Final = 600
+DECAY: Final = -log(2) / FORGET_S
 SLACK_S: Final = 0.05
 """Added to measured and predicted times before they are compared: a few ms are noise."""
 
@@ -49,14 +50,16 @@ class Correction:
         """Take a measurement against what the model alone had predicted; return the ratio of the two."""
         ratio = (measured_s + SLACK_S) / (predicted_s + SLACK_S)
         low, high = RATIO_BOUNDS
-        current, off = self.factor(now), min(max(ratio, low), high) - self.factor(now)
-        self.spread = self.spread * self._kept(now) * (1 - SPREAD_STEP) + SPREAD_STEP * abs(off)
+        kept = self._kept(now)
+        current = 1 + (self.ratio - 1) * kept
+        off = min(max(ratio, low), high) - current
+        self.spread = self.spread * kept * (1 - SPREAD_STEP) + SPREAD_STEP * abs(off)
         self.ratio = current + RATIO_STEP * off
         self.at = now
         return ratio
 
     def _kept(self, now: float) -> float:
-        return exp(-log(2) * max(0.0, now - self.at) / FORGET_S)
+        return exp(DECAY * (now - self.at)) if now > self.at else 1.0
 
 
 def deadline(request: Request, config: RouteConfig) -> float:
@@ -78,8 +81,13 @@ class Limits:
     def of(cls, request: Request, config: RouteConfig) -> Limits:
         """Return those of one request. What was admitted once is held to none."""
         tpot = config.tpot_s if request.tpot_s is None else request.tpot_s
+        if tpot is None and config.ttft_s is None and request.ttft_s is None:
+            return NONE
         free = tpot is None or request.admitted or request.resume
         return cls(deadline(request, config), inf if free or tpot is None else tpot * share(request))
+
+
+NONE: Final = Limits(inf, inf)
 
 
 def choose(made: Sequence[Estimate], limits: Limits, ratio: float, now: float) -> Estimate | Refusal:

@@ -6,8 +6,10 @@ Times are seconds (of one clock, the caller's), sizes tokens, pages or bytes, as
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import msgspec
 
 Path = Literal["DIRECT", "REMAP", "CONVERT", "REFUSED"]
 Reason = Literal["no_worker", "no_room", "deadline", "tpot", "overload"]
@@ -16,8 +18,7 @@ Cause = Literal["worker_lost", "failed", "timeout", "draining", "queue_full", "t
 Outcome = Literal["complete", "cancelled", "failed"]
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
+class Load(msgspec.Struct, frozen=True, gc=False):
     """What a worker says of itself at one moment. None: it does not know."""
 
     queued_tokens: int | None = None
@@ -77,9 +78,19 @@ class Link:
     convert_s_per_token: float = 0.0
     """Kernel time that is not hidden behind the wire."""
 
+    def differs(self, other: Link | None) -> bool:
+        """Return whether anything but the backlog is another."""
+        return (
+            other is None
+            or self.path != other.path
+            or self.bytes_per_token != other.bytes_per_token
+            or self.bytes_per_s != other.bytes_per_s
+            or self.nic_bytes_per_s != other.nic_bytes_per_s
+            or self.convert_s_per_token != other.convert_s_per_token
+        )
 
-@dataclass(frozen=True, slots=True)
-class Request:
+
+class Request(msgspec.Struct, frozen=True, gc=False):
     """One attempt to be placed."""
 
     id: str
@@ -106,20 +117,41 @@ class Request:
     """The client's request that this is an attempt of; empty: `id`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(NamedTuple):
     """A placement that was looked at."""
 
     prefill: str | None
     decode: str
-    score: float
-    """What the policy orders by; the lowest wins."""
-    terms: Mapping[str, float] = field(default_factory=dict)
-    """As a route's."""
+    cached_tokens: int
+    queue_s: float
+    compute_s: float
+    transfer_s: float
+    wait_s: float
+    wire_bytes: float
+    tpot_s: float | None = None
+
+    @property
+    def score(self) -> float:
+        """Predicted time to the first token, uncorrected."""
+        return self.queue_s + self.compute_s + self.transfer_s + self.wait_s
+
+    @property
+    def terms(self) -> Mapping[str, float]:
+        """The figures by name."""
+        figures = {
+            "queue_s": self.queue_s,
+            "compute_s": self.compute_s,
+            "transfer_s": self.transfer_s,
+            "wait_s": self.wait_s,
+            "cached_tokens": float(self.cached_tokens),
+            "wire_bytes": self.wire_bytes,
+        }
+        if self.tpot_s is not None:
+            figures["tpot_s"] = self.tpot_s
+        return figures
 
 
-@dataclass(frozen=True, slots=True)
-class Route:
+class Route(msgspec.Struct, frozen=True, gc=False):
     """Where a request goes. Everything it needs there is reserved."""
 
     id: str
@@ -131,12 +163,15 @@ class Route:
     """Of the prompt, expected to be cached where it is computed."""
     ttft_s: float
     """Predicted, corrected by what was measured lately."""
-    terms: Mapping[str, float] = field(default_factory=dict)
-    """Of the pair: `queue_s`, `compute_s`, `transfer_s`, `wait_s` add up to the uncorrected prediction; and other figures."""
     candidates: tuple[Candidate, ...] = ()
     """The best few, this one first."""
     note: str = ""
     """What should be known of this decision: stale indexes, unknown links, workers left out."""
+
+    @property
+    def terms(self) -> Mapping[str, float]:
+        """Of the pair: `queue_s`, `compute_s`, `transfer_s`, `wait_s` add up to the uncorrected prediction; and other figures."""
+        return self.candidates[0].terms if self.candidates else {}
 
     @property
     def header(self) -> str:
@@ -145,8 +180,7 @@ class Route:
         return f"{self.policy} {pair} ttft={self.ttft_s:.3f} cached={self.cached_tokens}"
 
 
-@dataclass(frozen=True, slots=True)
-class Refusal:
+class Refusal(msgspec.Struct, frozen=True, gc=False):
     """Why a request is not placed now."""
 
     reason: Reason

@@ -46,7 +46,7 @@ class Breaker:
 
     def given(self, attempt: str, now: float) -> None:
         """An attempt goes to the worker."""
-        if self.state(now) == "probing":
+        if self.until is not None and now >= self.until:
             self.probe = attempt
 
     def over(self, attempt: str) -> None:
@@ -83,9 +83,12 @@ class Breaker:
     def slow(self, peers: Sequence[Breaker], config: RouteConfig) -> bool:
         """Return whether the worker is an outlier among its peers (itself not among them)."""
         others = [peer.ratio for peer in peers if peer.samples >= SLOW_SAMPLES and peer.until is None]
-        if self.samples < SLOW_SAMPLES or len(others) < 2 or self.until is not None:
-            return False
-        return self.ratio > config.eject_ratio * max(median(others), 0.1)
+        return len(others) >= 2 and self.outlier(median(others), config)
+
+    def outlier(self, usual: float, config: RouteConfig) -> bool:
+        """Return whether the worker is one where `usual` is the peers' ratio."""
+        known = self.samples >= SLOW_SAMPLES and self.until is None
+        return known and self.ratio > config.eject_ratio * max(usual, 0.1)
 
     def eject(self, why: str, config: RouteConfig, now: float) -> None:
         """Leave the worker out, each time twice as long."""

@@ -14,14 +14,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from math import inf
 from random import Random
+from typing import NamedTuple
 
 from regauge.config_route import RouteConfig
-from regauge.route.cluster import Link, Request
-from regauge.route.state import Standing
+from regauge.route.cluster import Candidate, Request
+from regauge.route.state import UNKNOWN, Standing
 
 HARM: float = 0.5
 """What a second by which a request's KV delays others' counts against a second of its own."""
-UNKNOWN = Link("", "")
 
 
 @dataclass(slots=True)
@@ -37,10 +37,13 @@ class View:
     """Tokens expected to be cached, by worker; at most all but the last."""
     turns: dict[str, int] = field(default_factory=dict)
     """Of `round-robin`: how often each role had its turn."""
+    alone: list[Standing] = field(default_factory=list)
+    """The decode workers that can compute prompts themselves."""
+    few: int = 4
+    """How many placements are wanted, at least, if there are so many."""
 
 
-@dataclass(slots=True)
-class Estimate:
+class Estimate(NamedTuple):
     """One placement, predicted."""
 
     prefill: Standing | None
@@ -68,19 +71,12 @@ class Estimate:
         """Who computes the prompt."""
         return self.prefill or self.decode
 
-    def terms(self) -> dict[str, float]:
-        """Return the figures by name."""
-        figures = {
-            "queue_s": self.queue_s,
-            "compute_s": self.compute_s,
-            "transfer_s": self.transfer_s,
-            "wait_s": self.wait_s,
-            "cached_tokens": float(self.cached),
-            "wire_bytes": self.wire_bytes,
-        }
-        if self.tpot_s is not None:
-            figures["tpot_s"] = self.tpot_s
-        return figures
+    def candidate(self) -> Candidate:
+        """Return what is said of it."""
+        return Candidate(
+            self.prefill.name if self.prefill else None, self.decode.name, self.cached, self.queue_s, self.compute_s,
+            self.transfer_s, self.wait_s, self.wire_bytes, self.tpot_s,
+        )  # fmt: skip
 
 
 def estimate(request: Request, view: View, prefill: Standing | None, decode: Standing) -> Estimate | None:
@@ -117,5 +113,4 @@ def _alone(request: Request, view: View, decode: Standing) -> Estimate | None:
 
 def stall(decode: Standing, compute_s: float) -> float:
     """Return the share by which a prompt that decode computes lengthens its other requests' time per token."""
-    others = len(decode.seats) + decode.foreign_seats
-    return compute_s / max(decode.hold_s, 1e-3) if others else 0.0
+    return compute_s / max(decode.hold_s, 1e-3) if decode.taken else 0.0

@@ -8,19 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from operator import attrgetter, itemgetter
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Final
 
 from regauge.config_route import PolicyName
 from regauge.route.cluster import Request
-from regauge.route.model import HARM, Estimate, View, estimate, stall
+from regauge.route.model import Estimate, View, estimate, stall
+from regauge.route.search import BEST, OVER_LIMIT, Search, cheapest, rooms, starts
 from regauge.route.state import Standing
-
-BEST: Final = 4
-"""Prefill workers, and decode workers, whose pairs are looked at."""
-OVER_LIMIT: Final = 10.0
-"""Times that a second counts by which a placement exceeds its limit of time per token, scaled by the tokens to come."""
 
 
 @dataclass(slots=True)
@@ -38,16 +34,10 @@ SCORE = attrgetter("score")
 Policy = Callable[[Request, View], list[Pick]]
 
 
-def _least(
-    standings: list[Standing], cost: Callable[[Standing], float], view: View, count: int = BEST
-) -> list[tuple[float, Standing]]:
+def _least(standings: list[Standing], cost: Callable[[Standing], float], view: View) -> list[tuple[float, Standing]]:
     """Return the cheapest few; among equals chance decides, or the first worker would get all of an idle cluster's work."""
-    priced = [(cost(standing), standing) for standing in standings]
-    if len(priced) > 1:
-        start = int(view.rng.random() * len(priced))
-        priced = priced[start:] + priced[:start]
-        priced.sort(key=itemgetter(0))
-    return priced[:count]
+    costs = [cost(standing) for standing in standings]
+    return [(costs[at], standings[at]) for at in cheapest(costs, view.rng.random() if len(costs) > 1 else 0.0)]
 
 
 def _pairs(prefills: list[tuple[float, Standing]], decodes: list[tuple[float, Standing]]) -> list[Pick]:
@@ -64,7 +54,7 @@ def _room(view: View, request: Request) -> Callable[[Standing], float]:
     tokens = request.tokens + request.max_tokens
 
     def cost(decode: Standing) -> float:
-        slots = (len(decode.seats) + decode.foreign_seats) / decode.worker.slots
+        slots = decode.taken / decode.slots
         pages = decode.pages_used + decode.pages_for(tokens)
         total = decode.load.pages
         free = decode.pages_base
@@ -123,38 +113,28 @@ def network_aware(request: Request, view: View) -> list[Pick]:
 
     All decode workers are looked at with the best prefill worker, then the best of them with the other good ones.
     """
-    now, cached = view.now, view.cached
-
-    def computed(standing: Standing) -> float:
-        have = cached.get(standing.name, 0)
-        return standing.waiting_s(now) + standing.compute_s(request.tokens - have, have)
-
-    prefills = _least(view.prefills, computed, view)
-    if not prefills:
+    if not view.prefills:
         return []
-    picks = [pick for pick in (_priced(request, view, prefills[0][1], each) for each in view.decodes) if pick]
-    picks.sort(key=SCORE)
-    # Where the best prefill worker is refused by some, or all, all are looked at with the others, too.
-    decodes = [pick.decode for pick in picks[:BEST]] if len(picks) == len(view.decodes) else view.decodes
-    for least, prefill in prefills[1:]:
-        if len(picks) >= BEST and least >= picks[0].score:
+    search, (first, *others) = Search(request, view), starts(request, view)
+    search.first(first, rooms(request, view))
+    best = search.best
+    for start in others:
+        if len(best) >= view.few and start[2] + start[3] >= best[0].score:
             break  # its own terms alone are more than the best pair's
-        picks += [pick for pick in (_priced(request, view, prefill, each) for each in decodes) if pick]
-        picks.sort(key=SCORE)
-    return picks
+        search.look(start)
+    return [Pick(found.score, found.start[0], found.room[0], search.estimate(found)) for found in best]
 
 
-def _priced(request: Request, view: View, prefill: Standing | None, decode: Standing) -> Pick | None:
-    made = estimate(request, view, prefill, decode)
+def _priced(request: Request, view: View, decode: Standing) -> Pick | None:
+    """Return what it costs to have decode compute the prompt; None: it cannot."""
+    made = estimate(request, view, None, decode)
     if made is None:
         return None
     limit = view.config.tpot_s if request.tpot_s is None else request.tpot_s
-    score = made.ttft_s + HARM * made.harm_s
+    score = made.ttft_s
     if limit is not None and made.tpot_s is not None and made.tpot_s > limit:
         score += OVER_LIMIT * (made.tpot_s - limit) * request.max_tokens
-    # Of equally good decode workers the one with fewer requests: it will be faster for longer.
-    score += 1e-6 * (len(decode.seats) + decode.foreign_seats)
-    return Pick(score, prefill, decode, made)
+    return Pick(score + 1e-6 * decode.taken, None, decode, made)
 
 
 def offloaded(request: Request, view: View, picks: list[Pick]) -> list[Pick]:
@@ -162,9 +142,7 @@ def offloaded(request: Request, view: View, picks: list[Pick]) -> list[Pick]:
 
     `picks` are the policy's own. Without any, decode computes whatever comes.
     """
-    alone = [
-        pick for pick in (_priced(request, view, None, each) for each in view.decodes if each.worker.computes) if pick
-    ]
+    alone = [pick for pick in (_priced(request, view, each) for each in view.alone) if pick]
     alone.sort(key=SCORE)
     if not picks:
         return alone

@@ -10,8 +10,10 @@ request's, then `{id}.1`, `{id}.2`, for receipts and workers. Failed workers are
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Final, Literal
+
+from msgspec.structs import replace
 
 from regauge.route.cluster import Cause, Outcome, Refusal, Request, Route
 from regauge.route.router import Router

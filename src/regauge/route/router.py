@@ -14,18 +14,20 @@ from collections import Counter
 from collections.abc import Mapping
 from math import inf
 from random import Random
-from typing import Final, Literal
+from typing import Final
 
 from regauge.blocks import CacheEvent
 from regauge.config_route import RouteConfig
 from regauge.route import admission
 from regauge.route.admission import Limits
-from regauge.route.cluster import Candidate, Cause, Link, Load, Outcome, Refusal, Request, Route, Worker
+from regauge.route.cluster import Cause, Link, Load, Outcome, Refusal, Request, Route, Worker
 from regauge.route.health import Breaker
 from regauge.route.model import Estimate, View, estimate
 from regauge.route.nic import Flow
-from regauge.route.policies import BEST, POLICIES, Pick, network_aware, offloaded
+from regauge.route.policies import POLICIES, Pick, network_aware, offloaded
 from regauge.route.prefix import PrefixIndex
+from regauge.route.roster import Role, Roster
+from regauge.route.search import BEST
 from regauge.route.state import Booking, Standing
 from regauge.route.why import Journal
 
@@ -33,29 +35,29 @@ BLAMELESS: Final[frozenset[Cause]] = frozenset({"draining", "queue_full"})
 """Failures that say nothing of a worker's health."""
 PLACED: Final = "placed"
 TRUST_STEP: Final = 0.1
-SLOW_SHARE: Final = 3
-"""One worker in so many of a role may be left out for slowness."""
-Role = Literal["prefill", "decode"]
 
 
 class Router:
     """One model's workers. Not thread-safe: one event loop owns it. Times are seconds of the caller's clock, which never goes back.
 
-    `max_queue`: most requests at once; None: any number. `seed` decides between equals.
+    `max_queue`: most requests at once; None: any number. `seed` decides between equals. `explain`: keep a journal of what was decided and why; without,
+    the decisions are the same, and of a route's candidates only the one that was taken is sure to be there.
     """
 
-    def __init__(self, config: RouteConfig | None = None, seed: int = 0, *, max_queue: int | None = None) -> None:
+    def __init__(
+        self, config: RouteConfig | None = None, seed: int = 0, *, max_queue: int | None = None, explain: bool = True
+    ) -> None:
         self.config = config = config or RouteConfig()
         self.max_queue = max_queue
         self.index = PrefixIndex(config.index_blocks, config.stale_s)
-        self.journal = Journal(config.keep_routes)
+        self.journal = Journal(config.keep_routes if explain else 0)
+        self._explain = explain
         self.correction = admission.Correction()
         self._rng = Random(seed)  # noqa: S311  # choices between equals, not secrets
-        self._workers: dict[str, Standing] = {}
-        self._roles: dict[Role, list[Standing]] = {"prefill": [], "decode": []}
+        self._roster = Roster()
+        self._workers = self._roster.workers
         self._bookings: dict[str, Booking] = {}
-        self._turns: dict[str, int] = {}
-        self._trust: dict[str, float] = {}
+        self._view = View(config, 0.0, self._rng, [], [], {})
         self._links: dict[str, dict[str, Link]] = {}
         self.decisions: Counter[str] = Counter()
         """Placed attempts, and those that were not by the reason; so far."""
@@ -67,10 +69,10 @@ class Router:
         self._forget(worker.name)
         standing = Standing(worker, Breaker(), measured_at=now if worker.prior_tokens_per_s else -inf)
         self._workers[worker.name] = standing
-        self._sort()
+        self._roster.sort()
         self.index.join(worker.name, self._capacity(standing), now)
         for link in self._links.get(worker.name, {}).values():
-            self._linked(link)
+            self._linked(link, now)
 
     def leave(self, name: str, now: float) -> None:  # noqa: ARG002  # every event has its time
         """Forget a worker, if it is known, and its links. What is booked with others stays booked, until each attempt is ended."""
@@ -78,18 +80,19 @@ class Router:
         for other in self._links.pop(name, {}):
             self._links.get(other, {}).pop(name, None)
             if other in self._workers:
-                self._workers[other].links.pop(name, None)
+                self._workers[other].unlinked(name)
 
     def update(self, worker: Worker, now: float) -> None:  # noqa: ARG002  # every event has its time
         """Take another statement of a worker that goes on, such as another role; bookings and cache stay."""
-        self._workers[worker.name].worker = worker
-        self._sort()
+        self._workers[worker.name].state(worker)
+        self._roster.sort()
 
     def health(self, name: str, usable: bool, now: float) -> None:  # noqa: ARG002  # every event has its time
         """Say whether a worker can be reached and takes requests; whoever routes knows that by probes of its own."""
         standing = self._workers.get(name)
-        if standing is not None:
+        if standing is not None and standing.up != usable:
             standing.up = usable
+            self._roster.changed()
 
     def report(self, name: str, load: Load, now: float) -> None:
         """Take what a worker said of itself; `now` is when it was asked."""
@@ -102,13 +105,23 @@ class Router:
             self.index.resize(name, self._capacity(standing))
 
     def link(self, link: Link, now: float) -> None:
-        """Take the state of a pair of workers, which need not be known yet."""
-        self._links.setdefault(link.prefill, {})[link.decode] = link
-        self._links.setdefault(link.decode, {})[link.prefill] = link
-        self._linked(link)
-        decode = self._workers.get(link.decode)
-        if decode is not None:
-            decode.nic.said(link.backlog_bytes, decode.nic.rate, now)
+        """Take the state of a pair of workers, which need not be known yet.
+
+        Where only the backlog changes between many pairs, `nic` says it once for all of them.
+        """
+        known, decode = self._links.setdefault(link.prefill, {}), self._workers.get(link.decode)
+        told = decode is not None and decode.rate_told and not link.nic_bytes_per_s
+        if told or link.differs(known.get(link.decode)):
+            known[link.decode] = link
+            self._links.setdefault(link.decode, {})[link.prefill] = link
+            self._linked(link, now)
+        self.nic(link.decode, link.backlog_bytes, now, link.nic_bytes_per_s)
+
+    def nic(self, decode: str, backlog_bytes: int, now: float, bytes_per_s: float = 0.0) -> None:
+        """Take the state of a decode worker's NIC, if the worker is known: see `Link.backlog_bytes`; `bytes_per_s` 0: as it was."""
+        standing = self._workers.get(decode)
+        if standing is not None:
+            standing.nic.said(backlog_bytes, bytes_per_s or standing.nic.rate, now)
 
     def cache_event(self, name: str, event: CacheEvent, now: float) -> None:
         """Take an event of a worker's prefix cache."""
@@ -126,7 +139,10 @@ class Router:
             raise ValueError(f"attempt {request.id!r} is booked already")
         decided = self._decide(request, now)
         self.decisions[decided.reason if isinstance(decided, Refusal) else PLACED] += 1
-        self.journal.decided(request, decided, now)
+        if self._explain:
+            record = self.journal.decided(request, decided, now)
+            if isinstance(decided, Route):
+                self._bookings[request.id].record = record
         return decided
 
     def prefilled(self, attempt: str, now: float, cached: int, computed: int, seconds: float | None = None) -> None:
@@ -138,11 +154,11 @@ class Router:
         self._crossed(booking, now)
         computer.computed(booking, computed, cached, now, seconds)
         if booking.cached and self._workers.get(computer.name) is computer:
-            trust = self._trust.get(computer.name, 1.0)
-            self._trust[computer.name] = trust + TRUST_STEP * (min(1.0, cached / booking.cached) - trust)
+            computer.trust += TRUST_STEP * (min(1.0, cached / booking.cached) - computer.trust)
         if booking.prefill is not None:
             booking.prefill.breaker.good(attempt)
-        self.journal.happened(attempt, now, f"prefilled: {cached} cached, {computed} computed")
+        if booking.record is not None:
+            booking.record.happened(attempt, now, ("prefilled: {} cached, {} computed", cached, computed))
 
     def first_token(self, attempt: str, now: float) -> None:
         """An attempt's first token has come."""
@@ -158,10 +174,10 @@ class Router:
             ratio = self.correction.measured(booking.predicted_s, measured, now)
             for standing in _both(booking) if booking.known else ():
                 standing.breaker.timed(ratio)
-                self._slow(standing, now)
-        self.journal.happened(
-            attempt, now, f"first token after {measured:.3f} s, {booking.predicted_s:.3f} s predicted"
-        )
+                self._roster.slow(standing, self.config, now)
+        if booking.record is not None:
+            what = ("first token after {:.3f} s, {:.3f} s predicted", measured, booking.predicted_s)
+            booking.record.happened(attempt, now, what)
 
     def finished(self, attempt: str, now: float, outcome: Outcome = "complete") -> None:
         """An attempt is over: all that was booked for it is free."""
@@ -173,7 +189,8 @@ class Router:
                 standing.breaker.good(attempt)
             else:
                 standing.breaker.over(attempt)
-        self.journal.happened(attempt, now, outcome)
+        if booking.record is not None:
+            booking.record.happened(attempt, now, outcome)
 
     def failed(self, attempt: str, worker: str, now: float, cause: Cause) -> None:
         """An attempt failed at a worker: all that was booked for it is free, and the worker's record has it."""
@@ -183,7 +200,8 @@ class Router:
         for standing in _both(booking):
             if standing.name != worker or cause in BLAMELESS:
                 standing.breaker.over(attempt)
-            elif standing.breaker.bad(attempt, cause, self.config, now, spare=self._spare(standing)):
+            elif standing.breaker.bad(attempt, cause, self.config, now, spare=self._roster.spare(standing)):
+                self._roster.changed()
                 self.journal.happened(attempt, now, f"{worker} is left out: {standing.breaker.why}")
         self.journal.happened(attempt, now, f"failed at {worker}: {cause}")
 
@@ -201,76 +219,78 @@ class Router:
 
     def usable(self, role: Role, now: float, exclude: frozenset[str] = frozenset()) -> bool:
         """Return whether some worker of a role would be given requests now."""
-        return bool(self._takers(role, now, "", exclude))
+        return bool(self._roster.takers(role, now, "", exclude))
 
     # Inside
 
     def _forget(self, name: str) -> None:
         if self._workers.pop(name, None) is not None:
             self.index.leave(name)
-            self._trust.pop(name, None)
-            self._sort()
-
-    def _sort(self) -> None:
-        for role, standings in self._roles.items():
-            standings[:] = [each for each in self._workers.values() if getattr(each.worker, role)]
+            self._roster.sort()
 
     def _decide(self, request: Request, now: float) -> Route | Refusal:
-        prefills = self._takers("prefill", now, request.model, request.exclude)
-        decodes = self._takers("decode", now, request.model, request.exclude)
-        if not decodes:
+        view, config = self._view, self.config
+        view.now = now
+        view.prefills, view.decodes, view.alone = self._roster.able(now, request.model, request.exclude)
+        if not view.decodes:
             return Refusal("no_worker", f"no decode worker is usable{_but(request)}", role="decode")
-        if not prefills and not any(each.worker.computes for each in decodes):
+        if not view.prefills and not view.alone:
             return Refusal("no_worker", f"no prefill worker is usable{_but(request)}", role="prefill")
-        allowed = admission.allowed(request, self.max_queue)
-        if len(self._bookings) >= allowed:
-            return admission.full(request, allowed, min(each.waiting_s(now) for each in prefills or decodes))
-        cached, note = self._cached(request, now)
-        view = View(self.config, now, self._rng, prefills, decodes, cached, self._turns)
+        if self.max_queue is not None:
+            allowed = admission.allowed(request, self.max_queue)
+            if len(self._bookings) >= allowed:
+                drained = min(each.waiting_s(now) for each in view.prefills or view.decodes)
+                return admission.full(request, allowed, drained)
+        limits = Limits.of(request, config)
+        # More than the best placement is looked for where a limit may refuse it, and for those who ask why.
+        view.few = 1 if limits is admission.NONE and not self._explain else BEST
+        view.cached, note = self._cached(request, now) if request.blocks else ({}, "")
         made = self._estimates(request, view)
         if not made:
             return self._no_pair(request, view)
-        ratio = self.correction.factor(now)
-        chosen = admission.choose(made, Limits.of(request, self.config), self.correction.careful(now), now)
-        if isinstance(chosen, Refusal):
-            return chosen
-        tpot_limit = self.config.tpot_s if request.tpot_s is None else request.tpot_s
+        if limits is admission.NONE:
+            chosen = made[0]
+        else:
+            taken = admission.choose(made, limits, self.correction.careful(now), now)
+            if isinstance(taken, Refusal):
+                return taken
+            chosen = taken
+        tpot_limit = config.tpot_s if request.tpot_s is None else request.tpot_s
         if tpot_limit is not None and (chosen.tpot_s or 0.0) > tpot_limit:
             slow = f"{chosen.tpot_s:.4f} s per token are predicted, beyond the limit of {tpot_limit:g} s"
             note = f"{note}; {slow}" if note else slow
-        self._book(request, chosen, now)
-        ranked = [chosen, *(one for one in made if one is not chosen)]
+        ttft = chosen.ttft_s
+        self._book(request, chosen, ttft, now)
+        best = chosen.candidate()
+        ranked = (best, *[one.candidate() for one in made if one is not chosen]) if len(made) > 1 else (best,)
         return Route(
-            request.id, self.config.policy, chosen.prefill.name if chosen.prefill else None, chosen.decode.name,
-            chosen.cached, chosen.ttft_s * ratio, chosen.terms(), tuple(map(_candidate, ranked)), note,
+            request.id, config.policy, best.prefill, best.decode, chosen.cached, ttft * self.correction.factor(now), ranked,
+            note,
         )  # fmt: skip
-
-    def _takers(self, role: Role, now: float, model: str, exclude: frozenset[str]) -> list[Standing]:
-        """Return who may be given a request: those in good standing, else those that were left out, rather than nobody."""
-        able = [each for each in self._roles[role] if each.up and (not model or each.worker.model in ("", model))]
-        if exclude:
-            able = [each for each in able if each.name not in exclude]
-        return [each for each in able if each.breaker.until is None or each.breaker.takes(now)] or able
 
     def _cached(self, request: Request, now: float) -> tuple[dict[str, int], str]:
         """Return the tokens that each worker is expected to have cached, and what is wrong with that."""
-        most, cached, notes = max(0, request.tokens - 1), {}, []
-        for name, blocks in self.index.overlap(request.blocks).items():
-            tokens = min(blocks * self.config.block_tokens, most)
-            share = self._trust.get(name, 1.0) if self.index.assumed(name) else 1.0
-            if stale := self.index.stale(name, now):
-                notes.append(
-                    f"the cache index of {name} is stale ({stale}): {tokens} tokens count {self.config.stale_weight:g}"
-                )
-                share *= self.config.stale_weight
-            cached[name] = int(tokens * share)
-        return cached, "; ".join(notes)
+        cached: dict[str, int] = {}
+        index, notes = self.index, []
+        most, per_block, doubtful = max(0, request.tokens - 1), self.config.block_tokens, index.doubtful(now)
+        for workers, blocks in index.matches(request.blocks):
+            tokens = min(blocks * per_block, most)
+            cached.update(dict.fromkeys(index.names(workers), tokens))
+            for name in index.names(workers & doubtful) if workers & doubtful else ():
+                share = self._workers[name].trust if index.assumed(name) else 1.0
+                if stale := index.stale(name, now):
+                    notes.append(
+                        f"the cache index of {name} is stale ({stale}): {tokens} tokens count {self.config.stale_weight:g}"
+                    )
+                    share *= self.config.stale_weight
+                cached[name] = int(tokens * share)
+        return cached, "; ".join(notes) if notes else ""
 
     def _estimates(self, request: Request, view: View) -> list[Estimate]:
         """Return the best few placements of the policy that are possible, best first."""
         policy = POLICIES[self.config.policy]
         picks = policy(request, view) if view.prefills else []
-        picks = offloaded(request, view, picks) + picks if any(each.worker.computes for each in view.decodes) else picks
+        picks = offloaded(request, view, picks) + picks if view.alone else picks
         made = _first(request, view, picks)
         if not made and view.prefills and policy is not network_aware:
             made = _first(request, view, network_aware(request, view))  # all pairs that the policy likes are refused
@@ -282,10 +302,10 @@ class Router:
             return Refusal("no_room", f"no decode worker can ever hold {need} tokens", role="decode")
         return Refusal("no_worker", "no usable prefill worker has a path to a usable decode worker", role="prefill")
 
-    def _book(self, request: Request, chosen: Estimate, now: float) -> None:
+    def _book(self, request: Request, chosen: Estimate, ttft_s: float, now: float) -> None:
         booking = Booking(
             request.id, now, chosen.prefill, chosen.decode, request.tokens - chosen.cached, chosen.compute_s,
-            request.tokens + request.max_tokens, chosen.cached, chosen.ttft_s, chosen.known, chosen.computer.guessed,
+            request.tokens + request.max_tokens, chosen.cached, ttft_s, chosen.known, chosen.computer.guessed,
         )  # fmt: skip
         self._bookings[request.id] = booking
         computer = chosen.computer
@@ -294,9 +314,10 @@ class Router:
         if chosen.prefill is not None:
             flow = Flow(chosen.ready, chosen.ready + chosen.compute_s, chosen.wire_bytes)
             chosen.decode.nic.add(request.id, flow, now)
-        for standing in _both(booking):
-            standing.breaker.given(request.id, now)
-        self.index.assume(computer.name, request.blocks)
+            chosen.prefill.breaker.given(request.id, now)
+        chosen.decode.breaker.given(request.id, now)
+        if request.blocks:
+            self.index.assume(computer.name, request.blocks)
 
     def _crossed(self, booking: Booking, now: float) -> None:
         """The prompt is computed, and its KV where it is wanted."""
@@ -312,35 +333,15 @@ class Router:
             booking.decode.unseat(booking, now)
         return booking
 
-    def _spare(self, standing: Standing) -> bool:
-        """Return whether each role of a worker has another one in good standing."""
-        return all(
-            any(each is not standing and each.up and each.breaker.until is None for each in standings)
-            for standings in self._roles.values()
-            if standing in standings
-        )
-
-    def _slow(self, standing: Standing, now: float) -> None:
-        worker, breaker = standing.worker, standing.breaker
-        peers = [
-            each.breaker
-            for each in self._workers.values()
-            if each is not standing and (each.worker.prefill, each.worker.decode) == (worker.prefill, worker.decode)
-        ]
-        # One that is only slow is better than others that are overloaded in its place: most of a role stays.
-        out = 1 + sum(peer.until is not None for peer in peers)
-        if breaker.slow(peers, self.config) and out * SLOW_SHARE <= len(peers) + 1 and self._spare(standing):
-            breaker.eject(f"its requests take {breaker.ratio:.1f} times what is predicted", self.config, now)
-
-    def _linked(self, link: Link) -> None:
+    def _linked(self, link: Link, now: float) -> None:
         prefill, decode = self._workers.get(link.prefill), self._workers.get(link.decode)
         if prefill is not None:
-            prefill.links[link.decode] = link
+            prefill.linked(link)
         if decode is not None:
             own = self._links[link.decode].values()
-            decode.nic.rate = link.nic_bytes_per_s or max(
-                each.bytes_per_s for each in own if each.decode == link.decode
-            )
+            fastest = max([each.bytes_per_s for each in own if each.decode == link.decode])
+            decode.rate_told = link.nic_bytes_per_s > 0
+            decode.nic.paced(link.nic_bytes_per_s or fastest, now)
 
     def _capacity(self, standing: Standing) -> int:
         """Return the blocks that a cache is assumed to hold."""
@@ -361,10 +362,6 @@ def _first(request: Request, view: View, picks: list[Pick]) -> list[Estimate]:
             if len(made) == BEST:
                 break
     return made
-
-
-def _candidate(one: Estimate) -> Candidate:
-    return Candidate(one.prefill.name if one.prefill else None, one.decode.name, one.ttft_s, one.terms())
 
 
 def _both(booking: Booking) -> tuple[Standing, ...]:

@@ -14,6 +14,7 @@ from typing import Final
 from regauge.route.cluster import Link, Load, Worker
 from regauge.route.health import Breaker
 from regauge.route.nic import Nic
+from regauge.route.why import Record
 
 TRANSIT_S: Final = 0.02
 """A booking so young when a report was asked for has not reached the worker yet."""
@@ -29,11 +30,13 @@ OLD_S: Final = 5.0
 """A speed that was not measured for so long may be wrong: an idle worker gets a prompt whatever is predicted, to be measured anew."""
 MEMORY_S: Final = 20.0
 """Seconds of computing after which what was measured counts 1/e."""
+UNKNOWN: Final = Link("", "")
+Ways = tuple[tuple[float, float, float], ...]
 HOLD_S: Final = 5.0
 """How long a request holds its place in decode, until that is measured."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Booking:
     """What one attempt has been promised."""
 
@@ -57,9 +60,11 @@ class Booking:
     """When its first token came."""
     computing: bool = True
     """Its prompt is not known to be computed."""
+    record: Record | None = None
+    """Where the journal has it."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Standing:
     """One worker, as the router sees it."""
 
@@ -98,15 +103,35 @@ class Standing:
     """Computation that others have queued here."""
     seats: dict[str, Booking] = field(default_factory=dict)
     foreign_seats: int = 0
+    taken: int = 0
+    """Decode slots that are in use or promised."""
+    tokens_free: float = inf
+    """Tokens that a request may have for decode to have pages for them at once."""
     pages_used: int = 0
     """By our bookings."""
     pages_base: int | None = None
     """Pages that are free when none of our bookings holds any; None: unknown."""
     hold_s: float = HOLD_S
+    trust: float = 1.0
+    """Share of the tokens that were expected in its cache and were there."""
+    rate_told: bool = False
+    """Its NIC's rate was told, and not taken from its links'."""
+    slots: int = 0
+    overhead_s: float = 0.0
+    attention_s: float = 0.0
+    """As of `worker`: read for every request."""
+    _decodes: list[Standing] | None = None
+    _ways: Ways | None = None
 
     def __post_init__(self) -> None:
         self.name = self.worker.name
+        self.state(self.worker)
         self.speed = self.worker.prior_tokens_per_s or GUESS
+
+    def state(self, worker: Worker) -> None:
+        """Take another statement of it."""
+        self.worker = worker
+        self.slots, self.overhead_s, self.attention_s = worker.slots, worker.overhead_s, worker.attention_s
 
     @property
     def guessed(self) -> bool:
@@ -118,20 +143,41 @@ class Standing:
         return not self.queue and not self.foreign_s and now - self.measured_at > OLD_S
 
     @property
-    def taken(self) -> int:
-        """Decode slots that are in use or promised."""
-        return len(self.seats) + self.foreign_seats
-
-    @property
     def measured_speed(self) -> float | None:
         """Tokens per second that its answers came to; None: there was none."""
         return self.measured_tokens / self.measured_s if self.measured_s else None
 
     def compute_s(self, tokens: int, cached: int) -> float:
         """Return the seconds to compute `tokens` tokens of a prompt after `cached` ones."""
-        worker = self.worker
-        attention = worker.attention_s * tokens * (cached + tokens / 2) if worker.attention_s else 0.0
-        return worker.overhead_s + tokens / self.speed + attention
+        attention = self.attention_s * tokens * (cached + tokens / 2) if self.attention_s else 0.0
+        return self.overhead_s + tokens / self.speed + attention
+
+    def ways(self, decodes: list[Standing]) -> Ways:
+        """Return what its links to these workers are like. The list is taken to be the same while it is the same object."""
+        if self._ways is None or decodes is not self._decodes:
+            links = [self.links.get(each.name, UNKNOWN) for each in decodes]
+            self._decodes = decodes
+            self._ways = tuple([(each.bytes_per_token, each.bytes_per_s, each.convert_s_per_token) for each in links])
+        return self._ways
+
+    def alike(self, other: Standing, decodes: list[Standing]) -> bool:
+        """Return whether its links to these workers are like another prefill worker's."""
+        mine, theirs = self.ways(decodes), other.ways(decodes)
+        if mine is not theirs:
+            if mine != theirs:
+                return False
+            self._ways = theirs  # so that it is seen at once the next time
+        return True
+
+    def linked(self, link: Link) -> None:
+        """Take the state of a pair of which this is the prefill worker."""
+        self.links[link.decode] = link
+        self._ways = None
+
+    def unlinked(self, decode: str) -> None:
+        """A decode worker has left."""
+        self.links.pop(decode, None)
+        self._ways = None
 
     def waiting_s(self, now: float) -> float:
         """Return the seconds of computation that a prompt which comes now finds in front of it."""
@@ -171,14 +217,24 @@ class Standing:
         """Book a decode slot and pages."""
         self.seats[booking.id] = booking
         self.pages_used += self.pages_for(booking.pages_tokens)
+        self._room()
 
     def unseat(self, booking: Booking, now: float) -> None:
         """Give slot and pages back."""
         if self.seats.pop(booking.id, None) is None:
             return
         self.pages_used -= self.pages_for(booking.pages_tokens)
+        self._room()
         if booking.first is not None:
             self.hold_s += SPEED_STEP * (now - booking.first - self.hold_s)
+
+    def _room(self) -> None:
+        """Seats or pages have changed."""
+        self.taken = len(self.seats) + self.foreign_seats
+        pages, base = self.load.pages, self.pages_base
+        if base is not None:
+            pages = base - self.pages_used if pages is None else min(pages, base - self.pages_used)
+        self.tokens_free = inf if pages is None else pages * (self.load.page_size or PAGE_TOKENS)
 
     def pages_for(self, tokens: int) -> int:
         """Return the pages that so many tokens need."""
@@ -187,12 +243,12 @@ class Standing:
     def wait_s(self, tokens: int) -> float:
         """Return the seconds until decode has a slot and pages for a request of `tokens` tokens in all; infinite: it never fits."""
         load = self.load
-        pages = self.pages_for(tokens)
+        pages = -(-tokens // (load.page_size or PAGE_TOKENS))
         if load.pages is not None and pages > load.pages:
             return inf
         seats = self.taken
-        over = seats + 1 - self.worker.slots
-        turn_s = self.hold_s / max(1, min(seats, self.worker.slots))  # one of them ends every so often
+        over = seats + 1 - self.slots
+        turn_s = self.hold_s / max(1, min(seats, self.slots))  # one of them ends every so often
         wait = over * turn_s if over > 0 else 0.0
         if self.pages_base is not None:
             short = self.pages_used + pages - self.pages_base
@@ -209,7 +265,7 @@ class Standing:
         measured = self.load.tpot_s
         if measured is None:
             return None
-        slots, running = self.worker.slots, self.load.running
+        slots, running = self.slots, self.load.running
         now = self.taken + more
         return measured * (slots + now) / (slots + (self.tpot_batch if running is not None else now))
 
@@ -218,7 +274,7 @@ class Standing:
         tpot, seats = self.tpot_s() or 0.0, self.taken
         if tpot <= limit_s or not seats:
             return 0.0
-        over = (1 - limit_s / tpot) * (self.worker.slots + seats + 1)
+        over = (1 - limit_s / tpot) * (self.slots + seats + 1)
         return min(over, seats) * self.hold_s / seats
 
     def report(self, load: Load, now: float) -> None:
@@ -242,20 +298,33 @@ class Standing:
         self.fresh_until = now + FRESH_S if load.queued_tokens is not None else -inf
         if load.queued_tokens is not None:
             self._queue_said(load.queued_tokens, known, now)
-        old = [booking for booking in self.seats.values() if booking.made <= known]
+        if load.running is not None or load.free_pages is not None:
+            self._held(load, known)
+        self._room()
+
+    def _held(self, load: Load, known: float) -> None:
+        """Tell what of decode's seats and pages is not ours. Bookings are in order of their time: the youngest are the last."""
+        young, pages = 0, 0
+        for booking in reversed(self.seats.values()):
+            if booking.made <= known:
+                break
+            young += 1
+            pages += self.pages_for(booking.pages_tokens)
         if load.running is not None:
-            self.foreign_seats = max(0, load.running - len(old))
+            self.foreign_seats = max(0, load.running - (len(self.seats) - young))
         if load.free_pages is not None:
-            mine = sum(self.pages_for(booking.pages_tokens) for booking in old)
-            self.pages_base = load.free_pages + mine
+            self.pages_base = load.free_pages + self.pages_used - pages
             if load.pages is not None:
                 self.pages_base = min(self.pages_base, load.pages)
 
     def _queue_said(self, queued: int, known: float, now: float) -> None:
-        old = [booking for booking in self.queue.values() if booking.made <= known]
-        tokens = sum(booking.tokens for booking in old)
+        tokens, seconds = 0, 0.0
+        for booking in self.queue.values():
+            if booking.made > known:
+                break
+            tokens += booking.tokens
+            seconds += booking.compute_s
         self.foreign_s = max(0, queued - tokens) / self.speed
-        seconds = sum(booking.compute_s for booking in old)
         self.done_s = seconds * (1 - queued / tokens) if queued < tokens else 0.0
         self.done_at = now
 
@@ -264,13 +333,12 @@ class Standing:
 
         Prompts that are computed together come to their end together: the first of them has all the time, and the sums are right.
         """
-        worker = self.worker
         if seconds is None:
             seconds = now - max(booking.made, self.free_since)
         self.free_since = now
         if tokens < 1:
             return
-        rest = max(0.0, seconds - worker.overhead_s - worker.attention_s * tokens * (cached + tokens / 2))
+        rest = max(0.0, seconds - self.overhead_s - self.attention_s * tokens * (cached + tokens / 2))
         self.measured_at = now
         keep = exp(-rest / MEMORY_S)
         self.measured_tokens = keep * self.measured_tokens + tokens

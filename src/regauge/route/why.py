@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -19,7 +20,11 @@ WORDS: Final = {
 }
 
 
-@dataclass(slots=True)
+What = str | tuple[str, *tuple[object, ...]]
+"""What happened: in words, or as a format and its figures, which few will ever read and are not written before."""
+
+
+@dataclass(slots=True, eq=False)
 class Record:
     """One client request: its decisions and events, with times in seconds since the first decision."""
 
@@ -28,7 +33,12 @@ class Record:
     tokens: int
     began: float
     decisions: list[tuple[float, str, Route | Refusal]] = field(default_factory=list)
-    events: list[tuple[float, str, str]] = field(default_factory=list)
+    events: list[tuple[float, str, What]] = field(default_factory=list)
+
+    def happened(self, attempt: str, now: float, what: What) -> None:
+        """Keep what became of an attempt."""
+        if len(self.events) < MOST_EVENTS:
+            self.events.append((now - self.began, attempt, what))
 
     def text(self) -> str:
         """Return the explanation for a person to read."""
@@ -36,7 +46,9 @@ class Record:
         for at, attempt, decision in self.decisions:
             lines.append(f"{at:9.3f} s  {attempt}")
             lines += (f"             {line}" for line in explain(decision))
-            lines += (f"{when:9.3f} s  {attempt}: {what}" for when, whose, what in self.events if whose == attempt)
+            lines += (
+                f"{when:9.3f} s  {attempt}: {_said(what)}" for when, whose, what in self.events if whose == attempt
+            )
         return "\n".join(lines)
 
     def data(self) -> dict[str, object]:
@@ -46,7 +58,7 @@ class Record:
             "tenant": self.tenant,
             "tokens": self.tokens,
             "decisions": [{"at_s": at, "attempt": attempt, **_data(what)} for at, attempt, what in self.decisions],
-            "events": [{"at_s": at, "attempt": attempt, "event": what} for at, attempt, what in self.events],
+            "events": [{"at_s": at, "attempt": attempt, "event": _said(what)} for at, attempt, what in self.events],
         }
 
 
@@ -66,13 +78,15 @@ def explain(decision: Route | Refusal) -> list[str]:
     return lines
 
 
+def _said(what: What) -> str:
+    return what if isinstance(what, str) else what[0].format(*what[1:])
+
+
 def _pair(prefill: str | None, decode: str) -> str:
     return f"{prefill} > {decode}" if prefill else f"{decode} alone"
 
 
-def _terms(terms: object) -> str:
-    if not isinstance(terms, dict):
-        return ""
+def _terms(terms: Mapping[str, float]) -> str:
     parts = [f"{WORDS[name]} {terms[name]:.3f} s" for name in TIMES if name in terms]
     if "cached_tokens" in terms:
         parts.append(f"{terms['cached_tokens']:.0f} tokens cached")
@@ -85,12 +99,13 @@ def _terms(terms: object) -> str:
 
 def _lost(chosen: Route, other: Candidate) -> str:
     """Say by which term a candidate differs most from the chosen one."""
-    deltas = {name: other.terms.get(name, 0.0) - chosen.terms.get(name, 0.0) for name in TIMES}
+    theirs, ours = other.terms, chosen.terms
+    deltas = {name: theirs.get(name, 0.0) - ours.get(name, 0.0) for name in TIMES}
     worst = max(deltas, key=lambda name: deltas[name])
     total = sum(deltas.values())
     if deltas[worst] <= 0:
         return f"{total:+.3f} s; ordered behind by the policy"
-    return f"{total:+.3f} s, most of it {WORDS[worst]} ({deltas[worst]:+.3f} s); {_terms(other.terms)}"
+    return f"{total:+.3f} s, most of it {WORDS[worst]} ({deltas[worst]:+.3f} s); {_terms(theirs)}"
 
 
 def _data(decision: Route | Refusal) -> dict[str, object]:
@@ -125,31 +140,37 @@ class Journal:
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._records: OrderedDict[str, Record] = OrderedDict()
+        self._records: dict[str, Record] = {}
+        self._order: deque[str] = deque()
         self._roots: dict[str, str] = {}
+        """Of attempts that are not named as their request."""
 
     def __len__(self) -> int:
         return len(self._records)
 
-    def decided(self, request: Request, decision: Route | Refusal, now: float) -> None:
-        """Keep a decision."""
+    def decided(self, request: Request, decision: Route | Refusal, now: float) -> Record:
+        """Keep a decision; return where."""
         root = request.root or request.id
         record = self._records.get(root)
         if record is None:
             record = self._records[root] = Record(root, request.tenant, request.tokens, now)
-            if len(self._records) > self._most:
-                _, gone = self._records.popitem(last=False)
+            self._order.append(root)
+            if len(self._order) > self._most:
+                gone = self._records.pop(self._order.popleft())
                 for _, attempt, _ in gone.decisions:
-                    self._roots.pop(attempt, None)
+                    if attempt != gone.id:
+                        self._roots.pop(attempt, None)
         if len(record.decisions) < MOST_EVENTS:
             record.decisions.append((now - record.began, request.id, decision))
-            self._roots[request.id] = root
+            if root != request.id:
+                self._roots[request.id] = root
+        return record
 
-    def happened(self, attempt: str, now: float, what: str) -> None:
+    def happened(self, attempt: str, now: float, what: What) -> None:
         """Keep what became of an attempt."""
         record = self.of(attempt)
-        if record is not None and len(record.events) < MOST_EVENTS:
-            record.events.append((now - record.began, attempt, what))
+        if record is not None:
+            record.happened(attempt, now, what)
 
     def of(self, name: str) -> Record | None:
         """Return the record of a request, by its id or that of an attempt; None: not kept."""

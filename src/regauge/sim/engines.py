@@ -1,22 +1,27 @@
-"""Prefill and decode workers on a manual clock: queues, caches, slots and pages, and times by a few constants or a curve of yours.
+"""How fast workers are, by a few constants or a curve of yours, and a prefill worker on a manual clock: a queue, and a prefix cache.
 
-A prefill worker computes one prompt at a time, first come first served. A decode worker runs all of its requests in one batch; between events its
-tokens come as a fluid, so that a request's end is exact for a step time that is linear in the resident tokens.
+It computes one prompt at a time, first come first served. `decode.py` has the decode worker.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import inf, nan, sqrt
+from math import inf, nan
+from typing import TYPE_CHECKING
 
 from regauge.blocks import CacheEvent, Removed, Stored
 from regauge.errors import ConfigError
 from regauge.route.cluster import Load
 from regauge.route.request import Life
 from regauge.sim.clock import Clock
+
+if TYPE_CHECKING:
+    from regauge.sim.decode import Decode
+
+NOTES = 8
+"""Uses that are remembered for each cached block, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +146,13 @@ class Prefill:
         self._waiting: deque[Task] = deque()
         self._queued = 0
         """Tokens of those that wait, without what was cached when they came."""
-        self._cache: OrderedDict[int, None] = OrderedDict()
+        self._cache: dict[int, int] = {}
+        """Block -> when it was used last, in prompts."""
+        self._stamp = 0
+        self._used: deque[tuple[int, list[int]]] = deque()
+        """Prompts by when they were computed: an LRU whose cost is per prompt, and not per block."""
+        self._noted = 0
+        """Blocks in it."""
 
     def submit(self, task: Task) -> None:
         """Queue a prompt."""
@@ -168,6 +179,8 @@ class Prefill:
         """Lose everything; whoever calls gives the prompts up first."""
         self.up = False
         self._cache.clear()
+        self._used.clear()
+        self._noted = 0
         self.events.clear()
         self.seq = 0
 
@@ -230,220 +243,44 @@ class Prefill:
         self._computed(task)
 
     def _keep(self, blocks: tuple[int, ...]) -> None:
-        cache = self._cache
+        """Put a prompt's blocks in front, and let the least recently used ones go; of one prompt its end before its beginning."""
+        cache, self._stamp = self._cache, self._stamp + 1
         fresh = tuple([block for block in blocks if block not in cache])
-        for block in fresh:
-            cache[block] = None
-        touch = cache.move_to_end
-        for block in reversed(blocks):
-            touch(block)
         if fresh:
             self.seq += 1
             self.events.append(Stored(self.seq, fresh))
+        cache.update(dict.fromkeys(blocks, self._stamp))
+        self._used.append((self._stamp, list(blocks)))
+        self._noted += len(blocks)
         over = len(cache) - self.model.cache_blocks
         if over > 0:
-            self.seq += 1
-            self.events.append(Removed(self.seq, tuple([cache.popitem(last=False)[0] for _ in range(over)])))
+            self._evict(over)
+        if self._noted > NOTES * (len(cache) + len(blocks)):
+            self._tidy()
+
+    def _evict(self, count: int) -> None:
+        cache, used = self._cache, self._used
+        gone: list[int] = []
+        while len(gone) < count:
+            stamp, blocks = used[0]
+            while blocks and len(gone) < count:
+                block = blocks.pop()
+                self._noted -= 1
+                if cache.get(block) == stamp:  # else it was used since, or is gone
+                    del cache[block]
+                    gone.append(block)
+            if not blocks:
+                used.popleft()
+        self.seq += 1
+        self.events.append(Removed(self.seq, tuple(gone)))
+
+    def _tidy(self) -> None:
+        """Forget uses that later ones have made void."""
+        cache = self._cache
+        notes = ((stamp, [block for block in blocks if cache.get(block) == stamp]) for stamp, blocks in self._used)
+        self._used = deque((stamp, blocks) for stamp, blocks in notes if blocks)
+        self._noted = sum(len(blocks) for _, blocks in self._used)
 
     def begin_anew(self) -> None:
         """Come back, empty."""
         self.up = self.changed = True
-
-
-class Decode:
-    """A decode worker: a slot and pages from the request's arrival to its end, tokens of all at one pace.
-
-    `seated(task)` is called when a request has a slot and pages, `ended(task)` when it has its last token.
-    """
-
-    def __init__(
-        self, name: str, index: int, model: DecodeModel, clock: Clock,
-        seated: Callable[[Task], None], ended: Callable[[Task], None],
-    ) -> None:  # fmt: skip
-        self.name, self.index, self.model = name, index, model
-        self.computer: Prefill | None = None
-        """Computes prompts here."""
-        self.up = True
-        self.seats = self.pages_used = 0
-        self.produced = 0.0
-        """Tokens that a request which was here from the start would have had."""
-        self.busy_s = 0.0
-        self.changed = True
-        self._clock, self._seated, self._ended = clock, seated, ended
-        self._waiting: deque[Task] = deque()
-        self._running: list[tuple[float, int, Task]] = []
-        self._batch = 0
-        self._resident = 0.0
-        """Tokens of those that decode, less `produced` for each."""
-        self._count = 0
-        self._at = 0.0
-        self._wakes = inf
-        self._pace = 1.0
-        """Over the usual: less while a prompt is computed here, or the worker is slow."""
-        self._slow = 1.0
-        self._step, self._slope = 0.0, 0.0
-        """Seconds of a step at `_at`, and what each further step is longer."""
-
-    def submit(self, task: Task) -> None:
-        """Ask for a slot and pages; `seated` is called once they are there."""
-        self.changed = True
-        task.pages = -(-(task.tokens + task.output) // self.model.page_size)
-        self._waiting.append(task)
-        self._admit()
-
-    def begin(self, task: Task) -> None:
-        """A request's KV is here, and its first token: decode the others."""
-        self._advance()
-        self.changed = True
-        self._count += 1
-        task.base = self.produced
-        task.goal = self.produced + max(task.output - 1, 0)
-        task.decoding = True
-        self._batch += 1
-        self._resident += task.tokens - self.produced
-        heapq.heappush(self._running, (task.goal, self._count, task))
-        self._plan()
-
-    def cancel(self, task: Task) -> int:
-        """Give a request up, wherever it is; return how many tokens the client has of this attempt."""
-        self.changed = True
-        if not task.seated >= 0:
-            if task in self._waiting:
-                self._waiting.remove(task)
-            return 0
-        count = 0
-        if task.decoding:
-            self._advance()
-            count = max(0, min(int(self.produced - task.base + 1e-6) + 1, task.output - 1))
-            self._running = [entry for entry in self._running if entry[2] is not task]
-            heapq.heapify(self._running)
-            self._leave(task)
-            self._plan()
-        self._free(task)
-        self._admit()
-        return count
-
-    def computing(self, *, now_so: bool) -> None:
-        """A prompt begins, or ends, to be computed here."""
-        self._set_pace(self.model.beside if now_so else 1.0, self._slow)
-
-    def begin_anew(self) -> None:
-        """Come back, empty."""
-        self.up = self.changed = True
-        if self.computer is not None:
-            self.computer.begin_anew()
-
-    def slow(self, factor: float) -> None:
-        """Take `factor` times as long for each step from now on."""
-        self._set_pace(self._pace * self._slow, factor)
-
-    def tpot_s(self) -> float:
-        """Return the time of a step now, for those that decode."""
-        return self.model.step(self._batch, self._resident + self._batch * self.produced) * self._slow
-
-    def load(self) -> Load:
-        """Return what the worker says of itself."""
-        model = self.model
-        held = self.seats + len(self._waiting)
-        if self._batch:
-            self._advance()
-            self._plan()
-        tpot = self.tpot_s() if self._batch else None
-        free = max(0, model.pages - self.pages_used)
-        computer = self.computer
-        return Load(
-            None if computer is None else computer.queued_tokens(), held, free, model.pages, model.page_size,
-            None if computer is None else computer.model.tokens_per_s / computer.factor, tpot,
-            None if computer is None else computer.seq,
-        )  # fmt: skip
-
-    @property
-    def waiting(self) -> int:
-        """Requests that wait for a slot and pages."""
-        return len(self._waiting)
-
-    @property
-    def batch(self) -> int:
-        """Requests that decode."""
-        return self._batch
-
-    @property
-    def resident(self) -> float:
-        """Tokens of those that decode."""
-        return self._resident + self._batch * self.produced
-
-    def _set_pace(self, beside: float, slow: float) -> None:
-        self.changed = True
-        self._advance()
-        self._slow, self._pace = slow, beside / slow
-        self._plan()
-
-    def _admit(self) -> None:
-        while self._waiting and self.seats < self.model.slots and self.up:
-            task = self._waiting[0]
-            if self.pages_used + task.pages > self.model.pages and self.seats:
-                return
-            self._waiting.popleft()
-            self.seats += 1
-            self.pages_used += task.pages
-            task.seated = self._clock.now
-            self._seated(task)
-
-    def _free(self, task: Task) -> None:
-        self.seats -= 1
-        self.pages_used -= task.pages
-
-    def _leave(self, task: Task) -> None:
-        self._batch -= 1
-        self._resident -= task.tokens - task.base
-        if not self._batch:
-            self._resident = 0.0
-
-    def _advance(self) -> None:
-        """Let tokens come up to now; `_plan` must follow, whatever changes in between."""
-        now = self._clock.now
-        seconds, self._at = now - self._at, now
-        if not self._batch or seconds <= 0:
-            return
-        self.busy_s += seconds
-        worth = seconds * self._pace
-        if worth > 0:
-            step = self._step
-            self.produced += 2 * worth / (step + sqrt(step * step + 2 * self._slope * worth))
-
-    def _plan(self) -> None:
-        """Set the step time from here on, and look again at the next end."""
-        if not self._running:
-            return
-        model, batch, resident = self.model, self._batch, self._resident + self._batch * self.produced
-        left = max(0.0, self._running[0][0] - self.produced)
-        self._step = step = model.step(batch, resident)
-        if left and (model.step_token_s or model.curve is not None):
-            self._slope = max(0.0, (model.step(batch, resident + batch * left) - step) / left)
-        else:
-            self._slope = 0.0
-        if self._pace <= 0:
-            return
-        when = self._at + left * (step + self._slope * left / 2) / self._pace
-        if when < self._wakes:
-            self._wakes = when
-            self._clock.call(when, self._look, when)
-
-    def _look(self, when: float) -> None:
-        if when != self._wakes:
-            return  # something sooner was planned meanwhile
-        self._wakes = inf
-        self._advance()
-        over = []
-        running, until = self._running, self.produced + 1e-6
-        while running and running[0][0] <= until:
-            task = heapq.heappop(running)[2]
-            over.append(task)
-            self._leave(task)
-            self._free(task)
-        self._plan()
-        if over:
-            self.changed = True
-            for task in over:
-                self._ended(task)
-            self._admit()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from math import inf
 
 from regauge.config_route import RouteConfig
@@ -18,9 +17,11 @@ from regauge.route.router import Router
 from regauge.sim import faults as wrong
 from regauge.sim.clock import Clock
 from regauge.sim.cluster import EVERYTHING, Cluster, Knowledge, Result
-from regauge.sim.engines import Decode, Prefill, PrefillModel, Task
+from regauge.sim.decode import Decode
+from regauge.sim.engines import Prefill, Task
 from regauge.sim.faults import Fault
 from regauge.sim.log import COMPLETE, FAILED, LIMITED, REFUSED, Rows
+from regauge.sim.mishaps import Mishaps
 from regauge.sim.network import Network
 from regauge.sim.trace import Arrival
 from regauge.sim.transfers import Transfers, carrier
@@ -30,6 +31,8 @@ __all__ = ["Cluster", "Fleet", "Knowledge", "Result"]
 LIMITS = frozenset(("deadline", "tpot", "overload"))
 """Refusals that a client sees as 429."""
 PROGRESS = 256
+HEARD = 0.8
+"""Of `route.stale_s`, after which a worker is asked though it has nothing new to say."""
 
 
 class Fleet:
@@ -45,7 +48,7 @@ class Fleet:
     ) -> None:
         self.cluster, self.knowledge = cluster, knowledge
         self.clock = Clock()
-        self.router = Router(config, seed)
+        self.router = Router(config, seed, explain=False)
         self.network = Network(self.clock, cluster.all_ports())
         self.transfers: Transfers = carrier(
             cluster, self.clock, self.network, self._landed, self._refused, config.ttft_s
@@ -55,13 +58,11 @@ class Fleet:
         wrong.check(faults, {*self.prefills, *self.decodes}, set(self.network.ports))
         self._faults = tuple(faults)
         self._rows = Rows()
-        self._tasks: dict[str, Task] = {}
+        self.tasks: dict[str, Task] = {}
         """Attempts that are under way."""
-        self._waits: dict[int, tuple[Task, Wait]] = {}
+        self.waits: dict[int, tuple[Task, Wait]] = {}
         """Requests that wait for a worker, by number."""
-        self._wrong: dict[tuple[str, str], list[Fault]] = {}
-        self._told_by: dict[str, Link] = {}
-        """A link of each decode worker, by which its NICs' state is told."""
+        self._mishaps = Mishaps(self)
         self._backlogs: dict[str, int] = {}
         self._thinking = 0
         self._following: dict[int, list[tuple[int, Arrival]]] = {}
@@ -94,7 +95,7 @@ class Fleet:
         self._next = iter(enumerate(arrivals))
         self._arriving = True
         for fault in self._faults:
-            self.clock.call(fault.at, self._fault, fault)
+            self.clock.call(fault.at, self._mishaps.begin, fault)
         self._report(None)
         self._pull()
         collecting = gc.isenabled()
@@ -117,7 +118,11 @@ class Fleet:
     @property
     def open(self) -> int:
         """Requests that came and are not over."""
-        return len(self._tasks) + len(self._waits)
+        return len(self.tasks) + len(self.waits)
+
+    def going(self) -> bool:
+        """Return whether a request is under way, or to come."""
+        return bool(self._arriving or self.tasks or self.waits or self._thinking)
 
     # Making it
 
@@ -140,19 +145,25 @@ class Fleet:
 
     def _join(self) -> None:
         for name in (*self.prefills, *self.decodes):
-            self.router.join(self._worker(name), 0.0)
+            self.router.join(self.worker(name), 0.0)
         for name in self.decodes:
             for sender in self.prefills:
-                link = self._told_by[name] = self._link(sender, name)
-                self.router.link(link, 0.0)
+                self.router.link(self._link(sender, name), 0.0)
 
-    def _worker(self, name: str) -> Worker:
+    def worker(self, name: str) -> Worker:
+        """Return what the router is told of a worker that joins."""
         if name in self.prefills:
-            prefill = self.prefills[name]
-            return _computing(Worker(name, prefill=True), prefill.model, prefill.factor)
-        model = self.decodes[name].model
-        worker = Worker(name, decode=True, slots=model.slots, computes=model.computer is not None)
-        return worker if model.computer is None else _computing(worker, model.computer, 1.0)
+            model, factor, decode, slots = self.prefills[name].model, self.prefills[name].factor, False, 1
+        else:
+            shape = self.decodes[name].model
+            if shape.computer is None:
+                return Worker(name, decode=True, slots=shape.slots)
+            model, factor, decode, slots = shape.computer, 1.0, True, shape.slots
+        return Worker(
+            name, prefill=not decode, decode=decode, computes=decode, slots=slots,
+            prior_tokens_per_s=model.tokens_per_s / factor, overhead_s=model.overhead_s * factor,
+            attention_s=model.attention_s * factor,
+        )  # fmt: skip
 
     def _link(self, prefill: str, decode: str) -> Link:
         """Return a pair's link: what it is measured to give one transfer, and the NICs of decode all of them."""
@@ -169,7 +180,7 @@ class Fleet:
     def _report(self, _: object) -> None:
         """Workers and NICs report, and cache events are fetched. One that has nothing new to say is asked now and then only, so that it counts as heard of."""
         now, router = self.clock.now, self.router
-        every = max(1, int(router.config.stale_s / 3 / self.cluster.report_s))
+        every = max(1, int(router.config.stale_s * HEARD / self.cluster.report_s))
         all_of_them = self._reports % every == 0
         self._reports += 1
         for prefill in self.prefills.values():
@@ -189,15 +200,15 @@ class Fleet:
             self._nic_report(decode)
         if self._watch is not None:
             self._watch(self)
-        if self._arriving or self._tasks or self._waits or self._thinking:
+        if self.going():
             self.clock.call(now + self.cluster.report_s, self._report, None)
 
     def _nic_report(self, decode: Decode) -> None:
-        """Tell what is in front of a decode worker's NICs, once for all of its links: it is the same by whichever it is told."""
+        """Tell what is in front of a decode worker's NICs."""
         backlog = self.transfers.backlog(decode)
         if backlog or self._backlogs.get(decode.name, 0):
             self._backlogs[decode.name] = backlog
-            self.router.link(replace(self._told_by[decode.name], backlog_bytes=backlog), self.clock.now)
+            self.router.nic(decode.name, backlog, self.clock.now)
 
     def _cache_events(self, prefill: Prefill) -> None:
         if prefill.events:
@@ -255,7 +266,7 @@ class Fleet:
             self.router.finished(task.id, self.clock.now, "cancelled")
         decode = task.decode = self.decodes[route.decode]
         task.prefill = decode.computer if route.prefill is None else self.prefills[route.prefill]
-        self._tasks[task.id] = task
+        self.tasks[task.id] = task
         decode.submit(task)
 
     def _seated(self, task: Task) -> None:
@@ -290,7 +301,7 @@ class Fleet:
 
     def _ended(self, task: Task) -> None:
         self.router.finished(task.id, self.clock.now)
-        del self._tasks[task.id]
+        del self.tasks[task.id]
         self._over(task, COMPLETE)
 
     def _over(self, task: Task, outcome: int) -> None:
@@ -320,9 +331,9 @@ class Fleet:
     def _refused(self, task: Task) -> None:
         """Decode's flow control does not take a transfer."""
         assert task.decode is not None  # noqa: S101  # it was sent there
-        self._fail(task, task.decode.name, "transfer_failed", "decode")
+        self.fail(task, task.decode.name, "transfer_failed", "decode")
 
-    def _fail(self, task: Task, worker: str, cause: Cause, role: Role) -> None:
+    def fail(self, task: Task, worker: str, cause: Cause, role: Role) -> None:
         """An attempt has failed at a worker: end it on all of them, and do what the request's life says."""
         now, life = self.clock.now, task.life
         if life is None:
@@ -335,7 +346,7 @@ class Fleet:
         """Take an attempt from its workers and the network; return how many of its tokens the client has."""
         prefill, decode = task.prefill, task.decode
         assert decode is not None  # noqa: S101  # it was sent there
-        del self._tasks[task.id]
+        del self.tasks[task.id]
         task.over = True
         if task.flow is not None:
             self.transfers.abort(task)
@@ -349,8 +360,8 @@ class Fleet:
         life = task.life
         assert life is not None  # noqa: S101  # it was made when the request first failed
         if isinstance(action, Wait):
-            self._waits[task.number] = task, action
-            self.clock.call(action.until, self._again, (task.number, action))
+            self.waits[task.number] = task, action
+            self.clock.call(action.until, self.again, (task.number, action))
         elif isinstance(action, Start | Resume):
             asked = action.request
             another = Task(asked.id, task.number, task.at, asked.tokens, asked.max_tokens, task.blocks)
@@ -360,98 +371,12 @@ class Fleet:
         else:
             self._over(task, FAILED)
 
-    def _again(self, waiting: tuple[int, Wait]) -> None:
+    def again(self, waiting: tuple[int, Wait]) -> None:
+        """Try a request again that waits for a worker, unless it has been tried since."""
         number, wait = waiting
-        task, current = self._waits.get(number, (None, None))
+        task, current = self.waits.get(number, (None, None))
         if task is None or current is not wait:
             return
-        del self._waits[number]
+        del self.waits[number]
         assert task.life is not None  # noqa: S101  # it waits
         self._act(task, task.life.again(self.clock.now))
-
-    def _fault(self, fault: Fault) -> None:
-        """Something goes wrong; of several at once, all count."""
-        self._wrong.setdefault((fault.what, fault.who), []).append(fault)
-        self._apply(fault)
-        if fault.seconds is not None:
-            self.clock.call(self.clock.now + fault.seconds, self._mended, fault)
-
-    def _mended(self, fault: Fault) -> None:
-        self._wrong[fault.what, fault.who].remove(fault)
-        self._apply(fault)
-
-    def _apply(self, fault: Fault) -> None:
-        name, factor = fault.who, 1.0
-        left = self._wrong[fault.what, name]
-        for each in left:
-            factor *= 1.0 if each.factor is None else each.factor
-        if fault.what == "port":
-            self.network.port(name, self.cluster.all_ports()[name] * factor)
-            if not factor:
-                self.clock.call(self.clock.now + self.cluster.lease_s, self._stuck, (name, frozenset()))
-        elif fault.what == "slow":
-            if name in self.prefills:
-                self.prefills[name].factor = factor / self.cluster.slow.get(self.prefills[name].index, 1.0)
-            else:
-                self.decodes[name].slow(factor)
-        elif left and self._worker_up(name):
-            self._die(name)
-        elif not left:
-            self._return(name)
-
-    def _worker_up(self, name: str) -> bool:
-        return self.prefills[name].up if name in self.prefills else self.decodes[name].up
-
-    def _die(self, name: str) -> None:
-        """A worker is gone, with all that it holds."""
-        role: Role = "prefill" if name in self.prefills else "decode"
-        self.router.health(name, usable=False, now=self.clock.now)
-        if role == "prefill":
-            self.prefills[name].up = False
-            hit = [t for t in self._tasks.values() if t.prefill is self.prefills[name] and not t.landed >= 0]
-        else:
-            self.decodes[name].up = False
-            hit = [t for t in self._tasks.values() if t.decode is self.decodes[name]]
-        for task in hit:
-            self._fail(task, name, "worker_lost", role)
-        if role == "prefill":
-            self.prefills[name].die()
-        elif (computer := self.decodes[name].computer) is not None:
-            computer.die()
-
-    def _return(self, name: str) -> None:
-        """A worker is back, empty: it joins anew, and who waits for one may try again."""
-        now = self.clock.now
-        if name in self.prefills:
-            self.prefills[name].begin_anew()
-        else:
-            self.decodes[name].begin_anew()
-        self.router.join(self._worker(name), now)
-        for number, (_, wait) in self._waits.items():
-            self.clock.call(max(now, wait.earliest), self._again, (number, wait))
-
-    def _stuck(self, check: tuple[str, frozenset[str]]) -> None:
-        """Transfers that have been on a port for a lease while it is down fail."""
-        port, seen = check
-        if self.network.ports[port]:
-            return
-        over = self.transfers.over(port)
-        for task in over:
-            if task.id in seen or not seen:
-                assert task.decode is not None  # noqa: S101  # it was sent there
-                assert task.prefill is not None  # noqa: S101
-                ours = port.split(".")[0] == task.prefill.name
-                worker, role = (task.prefill.name, "prefill") if ours else (task.decode.name, "decode")
-                self._fail(task, worker, "transfer_failed", role)  # type: ignore[arg-type]
-        later = frozenset(task.id for task in self.transfers.over(port))
-        self.clock.call(self.clock.now + self.cluster.lease_s, self._stuck, (port, later))
-
-
-def _computing(worker: Worker, model: PrefillModel, factor: float) -> Worker:
-    """Return the worker with what is known of its computing."""
-    return replace(
-        worker,
-        prior_tokens_per_s=model.tokens_per_s / factor,
-        overhead_s=model.overhead_s * factor,
-        attention_s=model.attention_s * factor,
-    )

@@ -13,10 +13,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from math import inf, isfinite
+from typing import TYPE_CHECKING
 
 from regauge._native import Fluid
 from regauge.errors import ConfigError
 from regauge.sim.clock import Clock
+
+if TYPE_CHECKING:
+    from regauge.sim import reference
 
 OVER = -1
 
@@ -33,11 +37,12 @@ class Flow:
 class Network:
     """Ports of given rates, and the flows over them."""
 
-    def __init__(self, clock: Clock, ports: Mapping[str, float]) -> None:
+    def __init__(self, clock: Clock, ports: Mapping[str, float], fluid: Fluid | reference.Fluid | None = None) -> None:
+        """`fluid`: what computes, without ports yet; `reference.Fluid` does the same, slowly."""
         self.ports: dict[str, float] = {}
         """Rate of each port now."""
         self._clock = clock
-        self._fluid = Fluid()
+        self._fluid = Fluid() if fluid is None else fluid
         self._numbers: dict[str, int] = {}
         self._flows: dict[int, Flow] = {}
         self._wakes = inf
@@ -69,9 +74,6 @@ class Network:
         _check_size(size)
         if not (isfinite(seconds) and seconds >= 0):
             raise ValueError(f"bytes become ready over {seconds} s: give a time of 0 or more")
-        if seconds == 0 or not isfinite(size / seconds):
-            self.add(flow, size, last=last)
-            return
         self._wake(self._fluid.produce(_live(flow), size, seconds, last, self._clock.now))
 
     def finish(self, flow: Flow) -> None:
@@ -122,12 +124,10 @@ class Network:
         """Return the bytes that are ready and wait for a port."""
         return self._fluid.backlog(self._number(port), self._clock.now)
 
-    rest = backlog
-
     def load(self, port: str) -> float:
         """Return the share of a port's rate that is used now; of a port that is down, 0."""
-        rate = self.ports[port]
-        return self._fluid.used(self._numbers[port]) / rate if rate else 0.0
+        used, rate = self._fluid.used(self._number(port)), self.ports[port]
+        return used / rate if rate else 0.0
 
     def _number(self, name: str) -> int:
         number = self._numbers.get(name)

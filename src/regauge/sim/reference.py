@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import inf
+from math import inf, isfinite
 
 CLOSE = 1e-12
 """Relative; a share that misses what a flow produces by less than this is enough for it."""
@@ -83,11 +83,14 @@ class Fluid:
 
     def produce(self, number: int, size: float, seconds: float, over: bool, now: float) -> float:
         """Have `size` bytes become ready evenly over `seconds` from now; `over`: they are the last."""
+        end = now + seconds
+        if end <= now or not isfinite(size / (end - now)):
+            return self.add(number, size, over, now)  # no time that a double could tell
         self._advance(now)
         flow = self._flows[number]
         flow.over |= over
         flow.given += size
-        flow.making.append((now + seconds, size / seconds))
+        flow.making.append((end, size / (end - now)))  # so that it adds up to `size`
         return self._share()
 
     def close(self, number: int, now: float) -> tuple[float, float]:

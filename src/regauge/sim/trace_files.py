@@ -23,6 +23,8 @@ MAX_TOKENS = 100_000_000
 MAX_BLOCKS = 200_000_000
 """Of all arrivals together, some 8 bytes each."""
 
+_BOM = b"\xef\xbb\xbf"
+
 T = TypeVar("T")
 
 
@@ -71,7 +73,7 @@ class Lines:
                             number,
                             f"the file has more than {MAX_FILE:,} bytes: cut it, or give a limit of rows",
                         )
-                    if line := line.strip():
+                    if line := line.removeprefix(_BOM).strip():
                         yield number, line
         except (OSError, EOFError, gzip.BadGzipFile) as error:
             raise ConfigError(f"{self.path}: {getattr(error, 'strerror', None) or error}") from error
@@ -79,7 +81,7 @@ class Lines:
     def first(self) -> tuple[int, bytes]:
         """Return the first line that is not blank. Raises ConfigError if there is none."""
         for number, line in self:
-            return number, line.removeprefix(b"\xef\xbb\xbf")
+            return number, line
         raise ConfigError(f"{self.path}: the file is empty")
 
     def refuse(self, line: int, what: str) -> NoReturn:
@@ -140,8 +142,8 @@ def tokens(lines: Lines, number: int, name: str, value: float | str) -> int:
     """Return a number of tokens, 0 or more, as int. Raises ConfigError for anything else."""
     try:
         found = float(value)
-    except ValueError:
-        lines.refuse(number, f"{name}: {value[:40]!r} is no number of tokens" if isinstance(value, str) else name)
+    except (ValueError, OverflowError):
+        lines.refuse(number, f"{name}: {str(value)[:40]!r} is no number of tokens; 0 to {MAX_TOKENS:,} are")
     if not (isfinite(found) and 0 <= found <= MAX_TOKENS and found == int(found)):
         lines.refuse(number, f"{name}: {value} is no number of tokens; 0 to {MAX_TOKENS:,} are")
     return int(found)
@@ -151,7 +153,7 @@ def seconds(lines: Lines, number: int, name: str, value: float | str) -> float:
     """Return a finite number of seconds, not negative. Raises ConfigError for anything else."""
     try:
         found = float(value)
-    except ValueError:
+    except (ValueError, OverflowError):
         lines.refuse(number, f"{name}: {str(value)[:40]!r} is no time in seconds")
     if not isfinite(found) or found < 0:
         lines.refuse(number, f"{name}: {value}; times are finite and not negative")

@@ -26,6 +26,9 @@ _READERS: dict[str, tuple[Reader, frozenset[str]]] = {
 }
 """Reader, and the fields or columns by which a first line is known. What has more of them is the better match."""
 
+LOOPS = frozenset({"weka", "weka-compact", "tracelab", "burstgpt"})
+"""Formats that say which turn waits for which, and how long."""
+
 
 def forms() -> tuple[str, ...]:
     """Return the names of the formats."""
@@ -45,6 +48,8 @@ def read(path: Path, form: str, options: Options) -> Trace:
         near = difflib.get_close_matches(form, _READERS, 1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ConfigError(f"form: {form!r} is no format of traces{hint} There are {', '.join(_READERS)}, and auto")
+    if options.closed and form not in LOOPS:
+        raise ConfigError(f"{path}: closed: {form} does not say who waits for whom; {', '.join(sorted(LOOPS))} do")
     trace = _READERS[form][0](lines, options)
     if not trace.arrivals:
         raise ConfigError(f"{path}: no request in it")

@@ -7,18 +7,26 @@ Read here: the conversation trace (but its last 111 lines) and the synthetic one
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated
+
 import msgspec
 
+from regauge.errors import ConfigError
 from regauge.sim.trace import BLOCK, Arrival, Trace, ordered
 from regauge.sim.trace_files import Budget, Lines, Options, multiple, rows, seconds, tokens
 from regauge.sim.trace_stats import tick
+
+_OWN, _MOST = 1 << 50, 1 << 20
+"""Names of blocks that one request alone has: from where on, and how many of each."""
 
 
 class _Row(msgspec.Struct):
     timestamp: float
     input_length: int
     output_length: int
-    hash_ids: list[int]
+    hash_ids: list[Annotated[int, msgspec.Meta(ge=0)]]
 
 
 def read(lines: Lines, options: Options) -> Trace:
@@ -35,3 +43,20 @@ def read(lines: Lines, options: Options) -> Trace:
         arrivals.append(Arrival(at, prompt, output, blocks))
     found = ordered(arrivals)
     return Trace(lines.path.stem, step * BLOCK, found, tick([each.at for each in found]))
+
+
+def write(arrivals: Iterable[Arrival], path: Path, block: int = BLOCK) -> int:
+    """Write arrivals in this format, for other simulators; return their number. Times are rounded to 1 ms, a partial last block gets a name of its own.
+
+    Raises ConfigError for a turn that waits for another: the format has none.
+    """
+    encoder, count = msgspec.json.Encoder(), 0
+    with path.open("wb") as file:
+        for count, each in enumerate(arrivals, 1):
+            if each.after >= 0:
+                raise ConfigError(f"{path}: arrival {count} waits for another, which Mooncake's format cannot say")
+            names = list(each.blocks)
+            whole = -(-each.tokens // block)
+            names += range(_OWN + count * _MOST, _OWN + count * _MOST + whole - len(names))
+            file.write(encoder.encode(_Row(round(1000 * each.at), each.tokens, each.output, names)) + b"\n")
+    return count

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import msgspec
 
-from regauge.errors import ConfigError
 from regauge.sim.trace import Arrival, Trace, ordered
 from regauge.sim.trace_files import Budget, Lines, Options, multiple, rows, seconds, tokens
 from regauge.sim.trace_prefix import Prefixes
@@ -31,8 +30,6 @@ class _Row(msgspec.Struct):
 
 def read(lines: Lines, options: Options) -> Trace:
     """Read the rows. Raises ConfigError with the line."""
-    if options.closed:
-        raise ConfigError(f"{lines.path}: closed: this format has no service times, so nobody can wait for an answer")
     step = multiple(lines.path, options.block, BLOCK) // BLOCK
     names = Prefixes()
     budget, arrivals = Budget(lines), []

@@ -109,7 +109,7 @@ def dispersion(times: Sequence[float], window_s: float) -> float | None:
 def tick(times: Sequence[float]) -> float:
     """Return the seconds to which times in order are rounded, 0 if they are not, or to less than 50 ms.
 
-    Nineteen in twenty of the gaps between different times must be whole numbers of ticks, to 2 in 1,000: a tick may be one of 2.999 s now and then.
+    Nineteen in twenty of the gaps between different times must be whole numbers of ticks, to 2 in 1,000 or 1.5 ms: one may be of 2.999 s now and then.
     """
     gaps = np.diff(np.unique(np.asarray(times, float)))
     if len(gaps) < 20:
@@ -119,8 +119,10 @@ def tick(times: Sequence[float]) -> float:
     for candidate in sorted({median, low, 1.0}, reverse=True):
         if candidate < 0.05:
             continue
+        few = gaps[gaps < 4.5 * candidate]
+        candidate = float(few.sum() / np.maximum(1, np.rint(few / candidate)).sum())
         ticks = gaps / candidate
         whole = np.maximum(1, np.rint(ticks))
-        if np.mean((np.abs(ticks - whole) < 0.002 * whole) & (whole <= 100)) >= 0.95:
+        if np.mean((np.abs(ticks - whole) < np.maximum(0.002 * whole, 0.0015 / candidate)) & (whole <= 100)) >= 0.95:
             return round(candidate, 3)
     return 0.0

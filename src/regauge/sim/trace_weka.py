@@ -134,18 +134,23 @@ class _Loop:
     def run(self, requests: list[_Request], parent: _Turn | None = None) -> _Turn | None:
         """Take a list of requests; return the turn of it that ended last.
 
-        A turn waits for one other: of the turn before and the subagents since, that which ended last.
+        A turn waits for one other: of the turn before and the subagents since, that which ended last before the turn came (`t` is
+        rounded to a second). One launched and left alone is waited for by nobody.
         """
-        last, before = parent, parent
+        before, since = parent, list[_Turn]()
         for request in requests:
             if request.type == "subagent":
                 inner = self.run(request.requests, before)
-                if inner is not None and (last is None or inner.ended > last.ended):
-                    last = inner
+                since += [inner] if inner is not None and inner is not before else []
                 continue
-            alone = last is before and before is not parent
-            before = last = self.turn(request, last, alone)
-        return last
+            waited = max(
+                [each for each in since if each.ended <= request.t + 1], key=lambda each: each.ended, default=before
+            )
+            if before is not None and waited is not None and waited.ended < before.ended:
+                waited = before
+            alone = waited is before and before is not parent
+            before, since = self.turn(request, waited, alone), []
+        return max([before, *since], key=lambda each: each.ended) if before is not None else None
 
     def turn(self, request: _Request, waited: _Turn | None, alone: bool) -> _Turn:
         """Add a request that waits for another; `alone`: for the one before it, whose think time is written down."""

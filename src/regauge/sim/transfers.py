@@ -11,14 +11,18 @@ from typing import Protocol
 
 from regauge.sim.clock import Clock
 from regauge.sim.cluster import Cluster
-from regauge.sim.engines import Decode, Task
+from regauge.sim.decode import Decode
+from regauge.sim.engines import Task
 from regauge.sim.network import Flow, Network
 from regauge.sim.paths import Paths
 from regauge.sim.transfers_flow import Controlled
+from regauge.sim.transfers_protocol import Machines
 
 
 class Transfers(Protocol):
     """What carries KV. `task.flow` is its own while a transfer is under way."""
+
+    paths: Paths
 
     def open(self, task: Task) -> None:
         """Decode has room for a request: prepare its transfer, and have its prompt computed once it may be."""
@@ -37,6 +41,12 @@ class Transfers(Protocol):
 
     def over(self, port: str) -> list[Task]:
         """Return the tasks whose transfers cross a port."""
+
+    def died(self, name: str) -> None:
+        """A worker is gone; its transfers have been aborted."""
+
+    def returned(self, name: str) -> None:
+        """A worker is back, as another process."""
 
 
 class Way:
@@ -91,7 +101,8 @@ class Fluid:
 
     def backlog(self, decode: Decode) -> int:
         """Return the bytes that are ready and wait."""
-        return int(sum([self._network.backlog(nic) for nic in self.paths.nics(decode.name)]))
+        planned, nics = self.paths.planned, self.paths.nics(decode.name)
+        return int(sum([self._network.backlog(nic) for nic in nics if planned[nic] > 1.0]))
 
     def over(self, port: str) -> list[Task]:
         """Return the tasks whose transfers cross a port."""
@@ -101,6 +112,12 @@ class Fluid:
             if isinstance(way, Way) and port in self.paths.ports(task, way.sender_nic, way.receiver_nic):
                 tasks.append(task)
         return tasks
+
+    def died(self, name: str) -> None:
+        """Nothing more: nobody else knows of links."""
+
+    def returned(self, name: str) -> None:
+        """Nothing."""
 
     def _done(self, task: Task) -> None:
         way = task.flow
@@ -124,4 +141,5 @@ def carrier(
     """Return the cluster's level of detail. `landed` is told of transfers that are over, `refused` of those that decode does not take."""
     if cluster.transfers == "fluid":
         return Fluid(cluster, network, landed)
-    return Controlled(cluster, clock, network, landed, refused, ttft_s)
+    level = Machines if cluster.transfers == "protocol" else Controlled
+    return level(cluster, clock, network, landed, refused, ttft_s)

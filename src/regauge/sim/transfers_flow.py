@@ -18,7 +18,8 @@ from regauge.move.flow_sender import SenderFlow
 from regauge.move.flow_types import FAIR_SHARE, Admit, Credit, Demand, FlowAction, NicLimits, Refuse
 from regauge.sim.clock import Clock
 from regauge.sim.cluster import Cluster
-from regauge.sim.engines import Decode, Task
+from regauge.sim.decode import Decode
+from regauge.sim.engines import Task
 from regauge.sim.network import Flow, Network
 from regauge.sim.paths import Paths
 
@@ -134,6 +135,12 @@ class Controlled:
             if isinstance(crossing, Crossing) and (port == crossing.sender_nic or port in crossing.ports):
                 tasks.append(task)
         return tasks
+
+    def died(self, name: str) -> None:
+        """Nothing more: its transfers have been ended on both sides."""
+
+    def returned(self, name: str) -> None:
+        """Nothing."""
 
     def _do(self, actions: Sequence[FlowAction]) -> None:
         """Carry out what a receiver decides; the sender hears of it a delay later."""
