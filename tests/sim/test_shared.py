@@ -94,8 +94,15 @@ def test_prompts_are_computed_when_the_real_schedulers_are(given_: list[tuple[fl
 
 def test_a_cached_beginning_is_not_computed_again_if_it_was_there_when_the_prompt_came() -> None:
     blocks = (1, 2, 3)
-    log = _run([Arrival(0.0, 200, 2, blocks), Arrival(0.1, 220, 2, blocks), Arrival(9.0, 230, 2, blocks)])
-    assert list(log.cached) == [0, 0, 192]
+    log = _run(
+        [
+            Arrival(0.0, 200, 2, blocks),
+            Arrival(0.1, 220, 2, blocks),
+            Arrival(9.0, 230, 2, blocks),
+            Arrival(19.0, 192, 2, blocks),
+        ]
+    )
+    assert list(log.cached) == [0, 0, 192, 128]
     assert log.computed[2] - 9.0 == pytest.approx(TIMES(230 - 192, 192))
 
 

@@ -13,7 +13,8 @@ from regauge.errors import ConfigError
 from regauge.sim.calibrate import Beside, PromptTimes
 from regauge.sim.clock import Clock
 from regauge.sim.cluster import Cluster
-from regauge.sim.engines import Decode, DecodeModel, Prefill, PrefillModel, Task
+from regauge.sim.decode import Decode
+from regauge.sim.engines import DecodeModel, Prefill, PrefillModel, Task
 from regauge.sim.fleet import Fleet
 
 _AT_ONCE_S = 1e-9
@@ -47,7 +48,8 @@ class Chunked(Prefill):
     def submit(self, task: Task) -> None:
         """Queue a prompt."""
         self.changed = True
-        task.cached = task.expected = self.matched(task)
+        # The engine keeps whole blocks, and computes at least the last token.
+        task.cached = task.expected = min(self.matched(task), (task.tokens - 1) // self.block * self.block)
         self._got[task] = task.cached
         if not self._step:
             self._busy(True)
