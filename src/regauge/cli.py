@@ -21,6 +21,7 @@ from regauge import (
     cli_check,
     cli_conformance,
     cli_cost,
+    cli_engine,
     cli_faults,
     cli_keys,
     cli_meter,
@@ -132,7 +133,7 @@ def _parser() -> argparse.ArgumentParser:
     cli_probe.arguments(
         verb("probe", "check a declared layout against an engine's bytes, or search a dump"), _LAYOUT_HELP, _MODEL_HELP
     )
-    _bench_arguments(verb("bench", "measure what a conversion does to a model's answers, or what moving costs here"))
+    _bench_arguments(verb("bench", "measure what a conversion does to a model's answers, what moving costs here, or how fast an engine is"))
     cli_plan.arguments(verb("plan", "size a prefill and a decode pool for a workload, and say what binds"))
     cli_sim.arguments(verb("sim", "simulate what a cluster does with a trace"))
     cli_meter.arguments(verb, _jobs)
@@ -159,6 +160,7 @@ def _bench_arguments(bench: argparse.ArgumentParser) -> None:
         job("accuracy", "next-token agreement and perplexity against no transfer"), _LAYOUT_HELP
     )
     cli_cost.calibrate_arguments(job("calibrate", "the cost model's constants on this machine"))
+    cli_engine.arguments(job("engine", "an engine's prefill and decode times, as the catalogue takes them"), _LAYOUT_HELP)
     conformance = job(
         "conformance", "every pair of real layouts, or two of yours in both directions, against the reference"
     )
@@ -294,8 +296,8 @@ def _probe(options: argparse.Namespace) -> int:
 def _bench(options: argparse.Namespace) -> int:
     if options.what == "calibrate":
         return cli_cost.calibrate(options)
-    if options.what == "conformance":
-        return cli_conformance.run(options)
+    if options.what in ("conformance", "engine"):
+        return cli_conformance.run(options) if options.what == "conformance" else cli_engine.run(options)
     if options.what == "faults":
         return cli_faults.run(options)
     if options.what in ("keygen", "sign"):

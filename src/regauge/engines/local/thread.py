@@ -40,6 +40,7 @@ class EngineThread:
         self._loop = asyncio.get_running_loop()
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._callbacks: dict[str, _Callbacks] = {}
+        self._aborting: set[str] = set()
         self.speed = Speed()
         self.failed: asyncio.Future[None] = self._loop.create_future()
         """Raises what ended the thread, if anything does."""
@@ -61,10 +62,15 @@ class EngineThread:
             raise
 
     async def abort(self, request_id: str) -> None:
-        """End a request; when this returns, the engine does not touch its pages any more. Unknown ones are over."""
-        self._callbacks.pop(request_id, None)
-        with contextlib.suppress(EngineError):  # a thread that has ended touches nothing
-            await self._do(lambda: self._scheduler.abort(request_id))
+        """End a request; when this returns, the engine does not touch its pages any more. Unknown ones are over, and not waited for."""
+        if self._callbacks.pop(request_id, None) is None and request_id not in self._aborting:
+            return  # so is the step that it ended with
+        self._aborting.add(request_id)
+        try:
+            with contextlib.suppress(EngineError):  # a thread that has ended touches nothing
+                await self._do(lambda: self._scheduler.abort(request_id))
+        finally:
+            self._aborting.discard(request_id)
 
     def stop(self) -> None:
         """End the thread after the step it is in."""

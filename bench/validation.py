@@ -1,0 +1,184 @@
+"""The simulator against `regauge serve`: the same requests, a real gateway with a prefill and a decode worker, and the simulated ones.
+
+    .venv/bin/python bench/validation.py [--rounds N] [--clockwork] [--json]
+
+Two rounds of: a calibration run, then each of three unlike loads (`validation_traces.py`) once. The simulator's constants come from the
+calibration runs alone (`validation_stand.py`, `regauge.sim.calibrate`): nothing was fitted to a run that is compared. Both sides get the same
+arrivals, lengths and prefix blocks, and route with the same `Router` and configuration; the real requests go over HTTP, each timed by a client in a
+process of its own. Real figures are the median over the rounds of each run's figure; simulated ones the median of 25 runs whose arrivals differ by up to
+20 ms, since in a closed loop small differences grow: which requests share a step decides when the next ones come.
+
+`--clockwork` has the same processes, but steps that sleep for known times: what is off then is how the simulator puts steps together, and hardly moves
+when the machine is busy.
+
+Errors are simulated over real, minus 1. `spread` is the width of the real figures over the rounds, over their median: what no simulator could hit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+
+from harness import print_table, write_json
+from regauge.config_route import RouteConfig
+from regauge.sim.cluster import Cluster
+from regauge.sim.engines import DecodeModel, PrefillModel
+from regauge.sim.shared import SharedFleet
+from regauge.sim.trace import Arrival
+from validation_load import Ask, Came
+from validation_stand import PAGE, POOL, Calibrated, Samples, Stand, calibrate, fitted, serving, warm_up
+from validation_traces import BLOCK, LOADS, prompts
+
+KV_BYTES = 11_520.0
+"""Of a token of the bundled model on the wire, FP8."""
+NIC = 1e12
+"""Bytes per second: shared memory, written while the prompt is computed. What is left of it afterwards is part of the measured latency."""
+RUNS = 25
+JITTER_S = 0.02
+"""A request comes so much later at most: less than a step. Who shares a step with whom hangs on less than that, and in a closed loop all that follows."""
+TARGET = 0.15
+JUDGED = ("ttft median", "output tok/s", "requests/s")
+
+
+def cluster(found: Calibrated) -> Cluster:
+    chunk = found.prompts.chunk
+    prefill = PrefillModel(chunk / found.prompts.curve(chunk), 0.0, found.prompts.pair_s, cache_blocks=POOL // BLOCK)
+    decode = DecodeModel(
+        slots=32, pages=POOL // PAGE, page_size=PAGE, step_s=found.steps(1, 0.0), step_token_s=found.steps.token_s, curve=found.steps,
+    )  # fmt: skip
+    return Cluster(
+        1, 1, prefill=prefill, decode=decode, bytes_per_token=KV_BYTES, prefill_nic=NIC, decode_nic=NIC, block=BLOCK,
+        report_s=2.0,
+    )  # fmt: skip
+
+
+def simulated(arrivals: Sequence[Arrival], found: Calibrated) -> dict[str, float]:
+    """Return the medians of the figures of many simulated runs, each with its own jitter."""
+    made = [simulated_once(arrivals, found, seed) for seed in range(RUNS)]
+    return {figure: median(each[figure] for each in made) for figure in made[0]}
+
+
+def simulated_once(arrivals: Sequence[Arrival], found: Calibrated, seed: int) -> dict[str, float]:
+    """Return the figures of a simulated run. What a first token takes beside computing is added to it, and to the thinking before the next turn."""
+    rng = random.Random(seed)  # noqa: S311
+    late = [found.latency(each.tokens) for each in arrivals]
+    arrivals = _jittered(arrivals, rng)
+    given = [replace(each, think_s=each.think_s + late[each.after]) if each.after >= 0 else each for each in arrivals]
+    fleet = SharedFleet(cluster(found), RouteConfig(block_tokens=BLOCK), found.prompts, found.beside)
+    log = fleet.run(given).log
+    assert bool(log.complete.all()), "a simulated request did not complete"
+    ttft = log.ttft() + np.array(late)
+    span = float(log.ended.max() - log.at.min()) + late[-1]
+    tpot = [float(x) for x in log.tpot()]
+    return _figures([float(x) for x in ttft], tpot, span, int(log.output.sum()), int(log.cached.sum()))
+
+
+def _jittered(arrivals: Sequence[Arrival], rng: random.Random) -> list[Arrival]:
+    """Return the arrivals a little later each, in the order that they had."""
+    at, found = 0.0, []
+    for each in arrivals:
+        later = rng.uniform(0.0, JITTER_S)
+        at = max(at, each.at + later) if each.after < 0 else at
+        found.append(replace(each, at=at, think_s=each.think_s + later))
+    return found
+
+
+def measured(came: Sequence[Came], arrivals: Sequence[Arrival]) -> dict[str, float]:
+    for each, asked in zip(came, arrivals, strict=True):
+        assert (each.prompt, each.output) == (asked.tokens, asked.output), (each, asked)
+    span = max(each.ended for each in came) - min(each.sent for each in came)
+    tpot = [(each.ended - each.pieces[0]) / (each.output - 1) for each in came if each.output > 1]
+    ttft = [each.ttft_s for each in came]
+    return _figures(ttft, tpot, span, sum(each.output for each in came), sum(each.cached for each in came))
+
+
+def _figures(ttft: Sequence[float], tpot: Sequence[float], span: float, output: int, cached: int) -> dict[str, float]:
+    return {
+        "ttft median": median(ttft), "ttft p90": float(np.quantile(ttft, 0.9)), "tpot median": median(tpot),
+        "output tok/s": output / span, "requests/s": len(ttft) / span, "cached tokens": float(cached),
+    }  # fmt: skip
+
+
+def real_run(stand: Stand, arrivals: Sequence[Arrival], run: str) -> dict[str, float]:
+    ids = prompts(arrivals, run)
+    asks = [Ask(each.at, text, each.output, each.after, each.think_s) for each, text in zip(arrivals, ids, strict=True)]
+    came = stand.ask(asks)
+    stand.prefilled(len(asks))
+    return measured(came, arrivals)
+
+
+def rows(name: str, runs: Sequence[dict[str, float]], sim: dict[str, float]) -> list[dict[str, object]]:
+    found: list[dict[str, object]] = []
+    for figure, value in sim.items():
+        real = median(run[figure] for run in runs)
+        wide = (max(run[figure] for run in runs) - min(run[figure] for run in runs)) / real if real else 0.0
+        error = value / real - 1.0 if real else value
+        found.append({
+            "load": name, "figure": figure, "real": round(real, 4), "simulated": round(value, 4), "error %": round(100 * error, 1),
+            "spread %": round(100 * wide, 1), "judged": figure in JUDGED,
+        })  # fmt: skip
+    return found
+
+
+def report(found: Calibrated) -> list[dict[str, object]]:
+    """Return the constants, as rows."""
+    steps = {f"step of {n:g} prompt tokens, ms": 1e3 * s for n, s in found.prompts.curve.points}
+    steps |= {f"decode step of {b}, ms": 1e3 * s for b, s in found.steps.batches}
+    steps |= {
+        "a pair of prompt tokens, ns": 1e9 * found.prompts.pair_s, "a resident token, us": 1e6 * found.steps.token_s,
+        "prompts beside decoding, times": found.beside.prompt, "steps beside prompts, times": found.beside.step,
+        "first token beside computing, ms": 1e3 * found.latency.fixed_s, "and for 1000 tokens, ms": 1e6 * found.latency.token_s,
+        "worst residual of prompts, %": 100 * max(map(abs, found.prompts.residuals)),
+        "worst residual of steps, %": 100 * max(map(abs, found.steps.residuals)),
+    }  # fmt: skip
+    return [{"calibrated": name, "value": value} for name, value in steps.items()]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument(
+        "--clockwork",
+        action="store_true",
+        help="steps of known length instead of the model's: what is left is the simulator's structure",
+    )
+    parser.add_argument("--json", action="store_true", help="also write bench/out/validation.json")
+    options = parser.parse_args()
+    loads = {name: make(options.seed, count) for name, (make, count) in LOADS.items()}
+    samples = Samples()
+    runs: dict[str, list[dict[str, float]]] = {name: [] for name in loads}
+    with tempfile.TemporaryDirectory() as folder, serving(Path(folder), clockwork=options.clockwork) as stand:
+        warm_up(stand)
+        for turn in range(options.rounds):
+            calibrate(stand, samples, turn)
+            for name, arrivals in loads.items():
+                runs[name].append(real_run(stand, arrivals, f"{name} {turn}"))
+    found = fitted(samples)
+    table = [row for name, arrivals in loads.items() for row in rows(name, runs[name], simulated(arrivals, found))]
+    if options.clockwork:
+        print("CLOCKWORK: no model computes here; says nothing of how well computing is modelled\n")
+    print_table(report(found))
+    print()
+    print_table(table)
+    over = [row for row in table if row["judged"] and abs(float(str(row["error %"]))) > 100 * TARGET]
+    print(
+        f"\n{len(over)} of the judged figures are off by more than {TARGET:.0%}"
+        + "".join(f"\n  {r['load']}: {r['figure']}" for r in over)
+    )
+    if options.json:
+        write_json(
+            "validation-clockwork" if options.clockwork else "validation",
+            {"calibrated": report(found), "figures": table},
+        )
+
+
+if __name__ == "__main__":
+    main()
