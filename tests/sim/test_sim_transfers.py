@@ -115,4 +115,5 @@ def test_what_lies_between_the_nics_may_be_the_bottleneck(level: Level) -> None:
         cluster = replace(BURST, transfers=level, prefills=2, prefill_nic=2e9, decode_nic=2e9, fabric=fabric)
         fleet, result = serve(cluster, arrivals, "round-robin")
         check(fleet, result, arrivals)
-        assert result.log.landed.max() == pytest.approx(last, rel=0.05)
+        # With credit the slow sender's share may be served last, and alone.
+        assert 0.999 * last <= result.log.landed.max() <= (1.001 if level == "fluid" else 1.25) * last
