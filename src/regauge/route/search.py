@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
 from math import inf
+from operator import itemgetter
 from typing import Final, NamedTuple, cast
 
 from regauge.route.cluster import Link, Request
@@ -159,10 +160,9 @@ class Search:
             self._look(start, rooms, [])
 
     def _narrow(self, best: list[Found]) -> None:
-        if not self._sure:
-            self._around = [found.room for found in best]
-            self._floors = [(found.score, HARM * found.harm_s) for found in best]
-            self._sure = True
+        self._around = [found.room for found in best]
+        self._floors = [(found.score, HARM * found.harm_s) for found in best]
+        self._sure = True
 
     def _better(self, start: Start) -> list[Room]:
         """Return the decode workers with which another prefill worker may be better than the best pair."""
@@ -174,9 +174,12 @@ class Search:
         later, enough = start[2] - first[2], self.best[0].score - NOTHING_S
         both = zip(self._around, self._floors, strict=True)
         if later < 0:
-            return [room for room, (score, _) in both if score + later < enough]
-        less = HARM * later
-        return [room for room, (score, harm) in both if score - min(less, harm) < enough]
+            rooms = [(score, room) for room, (score, _) in both if score + later < enough]
+        else:
+            less = HARM * later
+            rooms = [(score, room) for room, (score, harm) in both if score - min(less, harm) < enough]
+        rooms.sort(key=itemgetter(0))  # among equals, those that are better with the first one
+        return [room for _, room in rooms]
 
     def estimate(self, found: Found) -> Estimate:
         """Return a pair as what a policy gives."""
