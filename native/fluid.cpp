@@ -73,8 +73,7 @@ double Fluid::produce(int number, double size, double seconds, bool over, double
   flow.over |= over;
   flow.given += size;
   flow.making.emplace_back(end, rate);
-  flow.made = 0;
-  for (const auto& part : flow.making) flow.made += part.second;
+  sum_made(flow);
   if (flow.waits || flow.made == 0) {
     plan_event(number, now);
     return next();
@@ -87,17 +86,17 @@ std::pair<double, double> Fluid::close(int number, double now) {
   ++epoch_;
   Flow& flow = flows_[number];
   advance(flow, now);
-  const double sent = flow.sent;
   if (flow.going) take(number);
   free_flow(number);
+  const double sent = flow.sent;
   return {sent, settle(now)};
 }
 
 double Fluid::rerank(int number, int rank, double now) {
   Flow& flow = flows_[number];
-  if (flow.rank == rank) return next();
+  const bool same = flow.rank == rank || !flow.going;
   flow.rank = rank;
-  if (!flow.going) return next();
+  if (same) return next();
   changed(number);
   return settle(now);
 }
@@ -137,16 +136,14 @@ bool Fluid::end_production(Flow& flow, double now) {
   const auto ended = std::remove_if(making.begin(), making.end(), [&](const auto& part) { return part.first <= now * kSame; });
   if (ended == making.end()) return false;
   making.erase(ended, making.end());
-  flow.made = 0;
-  for (const auto& part : making) flow.made += part.second;
+  sum_made(flow);
   return true;
 }
 
 double Fluid::next() const { return heap_.empty() ? kInf : flows_[heap_[0]].when; }
 
 double Fluid::sent(int number, double now) const {
-  const Flow& flow = flows_[number];
-  return flow.sent + flow.rate * std::max(0.0, now - flow.at);
+  return flows_[number].sent + flows_[number].rate * std::max(0.0, now - flows_[number].at);
 }
 
 double Fluid::carried(int port, double now) const {
@@ -320,9 +317,8 @@ void Fluid::commit(double now) {
   for (int number : set_) {
     Flow& flow = flows_[number];
     const bool enough = !flow.waits && flow.share >= flow.made * (1 - kClose);
-    const double rate = enough ? flow.made : flow.share;
     advance(flow, now);
-    flow.rate = rate;
+    flow.rate = enough ? flow.made : flow.share;
     flow.waits = !enough;
     plan_event(number, now);
   }
@@ -350,11 +346,6 @@ void Fluid::free_flow(int number) {
   heap_set(number, kInf);
   flows_[number].live = false;
   free_.push_back(number);
-}
-
-bool Fluid::before(int a, int b) const {
-  const Flow &x = flows_[a], &y = flows_[b];
-  return x.when != y.when ? x.when < y.when : x.order < y.order;
 }
 
 // Moves the flow at a place of the heap to where it belongs.

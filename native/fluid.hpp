@@ -49,7 +49,11 @@ class Fluid {
   void advance(Flow& flow, double now);
   void put(int number);
   void take(int number);
-  bool end_production(Flow& flow, double now);
+  static void sum_made(Flow& flow) {
+    flow.made = 0;
+    for (const auto& part : flow.making) flow.made += part.second;
+  }
+  static bool end_production(Flow& flow, double now);
   void changed(int number);
   double settle(double now);
   void include(int number);
@@ -63,7 +67,10 @@ class Fluid {
   void free_flow(int number);
 
   void heap_set(int number, double when);
-  bool before(int a, int b) const;
+  bool before(int a, int b) const {
+    const Flow &x = flows_[a], &y = flows_[b];
+    return x.when != y.when ? x.when < y.when : x.order < y.order;
+  }
   void sift(int place);
 
   std::vector<Port> ports_;
