@@ -235,7 +235,7 @@ def block_bytes(workers: int = 96, blocks: int = 2_000) -> float:
 def requests(options: argparse.Namespace, prefills: int) -> list[Arrival]:
     """Return `--requests` arrivals, as many a second for a prefill worker whatever their number."""
     count, per_s = options.requests, REQUESTS_PER_S * prefills
-    trace = spread(read(options.trace), 1)[:count] if options.trace else generate(1, count, per_s)
+    trace = spread(read(options.trace).arrivals, 1)[:count] if options.trace else generate(1, count, per_s)
     return paced(trace, per_s * (trace[-1].at - trace[0].at) / len(trace))
 
 

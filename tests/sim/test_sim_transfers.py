@@ -112,10 +112,8 @@ def test_what_lies_between_the_nics_may_be_the_bottleneck(level: Level) -> None:
     arrivals = [Arrival(0.0, 1_000, 1, ())] * 4
     ends = Ends(senders=2, receivers=1)
     for fabric, last in ((Single(ends), 2.0), (Racks(ends, 2, 1, 0.5e9), 4.0)):
-        cluster = replace(BURST, transfers=level, prefills=2, decode_nic=2e9, fabric=fabric)
+        cluster = replace(BURST, transfers=level, prefills=2, prefill_nic=2e9, decode_nic=2e9, fabric=fabric)
         fleet, result = serve(cluster, arrivals, "round-robin")
         check(fleet, result, arrivals)
-        landed = result.log.landed
-        # Credit that the slow sender holds is missing to the other.
-        assert 2.0 <= landed[result.log.prefill == 0].max() <= (2.01 if level == "fluid" else 3.0)
-        assert landed[result.log.prefill == 1].max() == pytest.approx(last, rel=0.05)
+        # With credit the slow sender's share may be served last, and alone.
+        assert 0.999 * last <= result.log.landed.max() <= (1.001 if level == "fluid" else 1.25) * last
