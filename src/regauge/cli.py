@@ -133,7 +133,12 @@ def _parser() -> argparse.ArgumentParser:
     cli_probe.arguments(
         verb("probe", "check a declared layout against an engine's bytes, or search a dump"), _LAYOUT_HELP, _MODEL_HELP
     )
-    _bench_arguments(verb("bench", "measure what a conversion does to a model's answers, what moving costs here, or how fast an engine is"))
+    _bench_arguments(
+        verb(
+            "bench",
+            "measure what a conversion does to a model's answers, what moving costs here, or how fast an engine is",
+        )
+    )
     cli_plan.arguments(verb("plan", "size a prefill and a decode pool for a workload, and say what binds"))
     cli_sim.arguments(verb("sim", "simulate what a cluster does with a trace"))
     cli_meter.arguments(verb, _jobs)
@@ -160,7 +165,9 @@ def _bench_arguments(bench: argparse.ArgumentParser) -> None:
         job("accuracy", "next-token agreement and perplexity against no transfer"), _LAYOUT_HELP
     )
     cli_cost.calibrate_arguments(job("calibrate", "the cost model's constants on this machine"))
-    cli_engine.arguments(job("engine", "an engine's prefill and decode times, as the catalogue takes them"), _LAYOUT_HELP)
+    cli_engine.arguments(
+        job("engine", "an engine's prefill and decode times, as the catalogue takes them"), _LAYOUT_HELP
+    )
     conformance = job(
         "conformance", "every pair of real layouts, or two of yours in both directions, against the reference"
     )

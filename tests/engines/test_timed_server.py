@@ -135,7 +135,9 @@ def test_answers_that_end_before_all_decode_are_refused() -> None:
     async def reply(request: web.Request, _: dict[str, Any]) -> web.StreamResponse:
         return await _stream(request, PIECE, PIECE, _usage(8), "[DONE]")
 
-    with pytest.raises(EngineError, match="of 178 tokens ended before all 2 decoded together: ask for a longer --answer"):
+    with pytest.raises(
+        EngineError, match="of 178 tokens ended before all 2 decoded together: ask for a longer --answer"
+    ):
         asyncio.run(_with(reply, lambda session, to: TimedServer(session, to).decode(2, 8, 50)))
 
 
