@@ -72,8 +72,8 @@ class Study:
 STUDIES = (
     Study("mooncake_conversation.jsonl", "conversations (Mooncake)", 3.0, 0.8, scale=5.0),
     Study("mooncake_synthetic.jsonl", "synthetic (Mooncake)", 3.0, 0.8, scale=4.0),
-    Study("azure2023_code.csv", "code completion (Azure 2023)", 1.0, 0.3, scale=5.0, longer=2),
-    Study("weka_agent_compact.jsonl", "agents' sessions (Weka)", 10.0, 0.6, sessions_per_s=10.0),
+    Study("azure2023_code.csv", "code completion (Azure 2023)", 1.0, 0.5, scale=5.0, longer=2),
+    Study("weka_agent_compact.jsonl", "agents' sessions (Weka)", 10.0, 0.4, sessions_per_s=10.0),
 )
 
 
