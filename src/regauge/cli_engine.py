@@ -302,13 +302,13 @@ def _efficiency(options: argparse.Namespace) -> Callable[[Speeds], dict[str, Any
     def found(speeds: Speeds) -> dict[str, Any]:
         points = [Point(round(p.tokens), p.tokens / p.seconds) for p in speeds.prefill]
         fitted = fit_efficiency(work, points, peak)
-        each = ", ".join(f"{p.tokens:,}: {x:.3f}" for p, x in zip(points, fitted.at, strict=True))
+        each = ", ".join(f"{p.tokens:,}: {x:.3g}" for p, x in zip(points, fitted.at, strict=True))
         over = (
             f"; more than the whole peak at {', '.join(f'{points[i].tokens:,}' for i in fitted.impossible)} tokens: another device?"
             if fitted.impossible
             else ""
         )
-        text = f"of {options.cards} x {card.name}'s {options.peak} peak: {fitted.fitted.value:.3f} ({each}){over}"
+        text = f"of {options.cards} x {card.name}'s {options.peak} peak: {fitted.fitted.value:.3g} ({each}){over}"
         return {"device": options.device, "peak": peak, **asdict(fitted), "text": text}
 
     return found
