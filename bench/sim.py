@@ -7,7 +7,7 @@ gateway's own router, its reports every 0.5 s. Each size is a process of its own
 and whose most memory are shown; start and imports are apart.
 
 `--peer`: the trace as it is on 12 + 4 workers, here and in ai-dynamo 1.4.2's replay simulator (`scripts/install-dynamo`), rounds in turn, medians; then 12 transfers of 8.6 GB at
-once into one decode worker with 1 GB/s, for both. Levels: what one request costs with max-min fair transfers, and under the real flow control.
+once into one decode worker with 1 GB/s, for both. Levels: what one request costs with max-min fair transfers, under the real flow control, and by the real protocol machines.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def burst(senders: int) -> dict[str, object]:
     size = 65_536 * peers_dynamo.KV_BYTES
     shape = dataclasses.replace(SMALL, prefills=senders, decodes=1, prefill=PrefillModel(1e12, 0.0), decode_nic=1e9)
     rows: dict[str, object] = {"at once": senders, "a shared port takes s": senders * size / 1e9}
-    for level in ("fluid", "flow"):
+    for level in ("fluid", "flow", "protocol"):
         fleet = Fleet(
             dataclasses.replace(shape, transfers=level), RouteConfig(policy="round-robin", block_tokens=BLOCK)
         )
@@ -130,7 +130,7 @@ def against_peer(trace: Path, rounds: int) -> tuple[list[dict[str, object]], lis
 
 def levels(trace: Path, rounds: int) -> list[dict[str, object]]:
     """Return what a request costs at each level of detail, on 12 + 4 workers."""
-    kinds: tuple[Level, ...] = ("fluid", "flow")
+    kinds: tuple[Level, ...] = ("fluid", "flow", "protocol")
     found: dict[str, list[dict[str, object]]] = {level: [] for level in kinds}
     for _ in range(rounds):
         for level in kinds:

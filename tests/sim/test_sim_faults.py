@@ -29,7 +29,7 @@ def same(one: Log, other: Log) -> bool:
 
 
 @given(st.data(), clusters(), traces(), st.sampled_from(POLICY_NAMES))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_whatever_goes_wrong_each_request_ends_once(
     data: st.DataObject, cluster: Cluster, arrivals: list[Arrival], policy: PolicyName
 ) -> None:

@@ -79,7 +79,7 @@ def test_every_baseline_carries_every_byte(policy: Policy) -> None:
         3, 2, PrefillModel(20_000.0), DecodeModel(slots=16, pages=20_000), decode_nic=2e9, prefill_nic=4e9,
         transfers="flow", flow_policy=policy, decode_nics=2,
     )  # fmt: skip
-    arrivals = generate(1, 60, 3.0)
+    arrivals = generate(1, 30, 3.0)
     fleet, result = serve(cluster, arrivals)
     check(fleet, result, arrivals)
     assert result.log.complete.all()
