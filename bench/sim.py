@@ -39,7 +39,7 @@ LIMIT_S, LIMIT_BYTES = 600.0, 4 << 30
 TIMES = 10.0
 """What the peer simulates per CPU second, so many times."""
 LARGE = Cluster(
-    96, 32, PrefillModel(45_000.0), DecodeModel(slots=256, pages=200_000), prefill_nic=50e9, decode_nic=50e9,
+    96, 32, PrefillModel(45_000.0), DecodeModel(slots=256, pages=200_000, step_more_s=0.0001), prefill_nic=50e9, decode_nic=50e9,
 )  # fmt: skip
 SMALL = Cluster(
     12, 4, PrefillModel(20_000.0, cache_blocks=16_384), DecodeModel(slots=256, pages=200_000), prefill_nic=50e9,
