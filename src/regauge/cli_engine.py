@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import re
 import sys
@@ -90,6 +89,8 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 def run(options: argparse.Namespace) -> int:
     """Measure, print and perhaps write the curves; return the exit code. Raises ConfigError, EngineError, LayoutError."""
+    import asyncio
+
     from regauge.engines.speeds import Grid
 
     given = {k: getattr(options, k) for k in (*_DEFAULTS, "rounds", "steps") if getattr(options, k) is not None}

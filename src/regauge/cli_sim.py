@@ -111,7 +111,7 @@ def chosen(options: argparse.Namespace) -> Scenario:
     if options.trace is not None:
         given["trace"] = {"like": "", "rate": None} | given["trace"]
     if options.like is not None:
-        given["trace"] = {"file": ""} | given["trace"]
+        given["trace"] = {"file": "", "scale": 1.0, "copies": 1} | given["trace"]
     for side in ("prefill", "decode"):
         if (text := getattr(options, side)) is not None:
             given[side] = _pool(side, text)

@@ -19,7 +19,7 @@ SIZES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
 
 def show(report: Report, width: int = WIDTH) -> str:
-    """Return the report as text, with colours where the terminal has them."""
+    """Return the report as text."""
     from rich.console import Console
 
     console = Console(file=StringIO(), width=width, no_color=True)

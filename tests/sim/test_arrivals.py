@@ -47,6 +47,15 @@ def test_a_file_is_cut_and_paced(mooncake: str) -> None:
     assert load(TraceTable(file=mooncake, requests=500)).count == 60
 
 
+def test_a_trace_that_says_nothing_of_reuse_is_told_so(mooncake: str, tmp_path: Path) -> None:
+    path = tmp_path / "lengths.csv"
+    path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.97,100,5\n")
+    assert load(TraceTable(file=str(path))).notes == (
+        "lengths says nothing of prompts that begin alike, so nothing is cached",
+    )
+    assert load(TraceTable(file=mooncake)).notes == ()
+
+
 def test_copies_are_other_users(mooncake: str) -> None:
     found = load(TraceTable(file=mooncake, copies=3))
     arrivals = list(found.of(1))

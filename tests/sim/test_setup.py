@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from regauge.errors import ConfigError
+from regauge.layout.presets import load_named
 from regauge.sim import devices
+from regauge.sim.memory import kept
 from regauge.sim.model import Weights, decode_seconds, exactly, machine, prefill_seconds
 from regauge.sim.scenario import DecodePool, Model, PrefillPool, Scenario
 from regauge.sim.setup import Nics, prepare
@@ -40,9 +43,16 @@ def test_decode_takes_what_the_model_says(batch: int, context: int) -> None:
     assert size.active_b is not None
     on = machine(devices.shipped().accelerators["h200"], 8, fp8=True, compute=exactly(0.3), memory=exactly(0.6))
     work, weights = model_work("glm-5.2", size.active_b.value * 1e9), Weights(size.total_b.value * 1e9, size.active_b.value * 1e9)  # fmt: skip
-    expected = decode_seconds(work, weights, on, batch=batch, context=context, token_bytes=GLM.bytes_per_token).value
-    # Bounded attention counts as at its bound here, which computing shows, and reading does not.
+    read = kept(load_named("fp8_e4m3", "glm-5.2"), "glm-5.2", 1).read(np.array([float(context)]))[0] / context
+    expected = decode_seconds(work, weights, on, batch=batch, context=context, token_bytes=read).value
+    # Bounded attention counts as at its bound in computing, which is what takes longest in batches of short requests.
     assert GLM.decode.step(batch, batch * context) == pytest.approx(expected, rel=0.01)
+
+
+def test_sparse_attention_reads_the_indexers_keys_and_the_tokens_picked() -> None:
+    bandwidth = 8 * 4.8e12 * 0.6
+    more = GLM.decode.step(1, 200_000.0) - GLM.decode.step(1, 100_000.0)
+    assert more * bandwidth / 100_000 == pytest.approx(21 * 128, rel=1e-6)
 
 
 def test_the_router_is_told_a_line_and_a_square_that_are_near() -> None:
@@ -90,6 +100,14 @@ def test_measured_curves_stand_in_place_of_the_roofline(tmp_path: Path) -> None:
     assert found.prefill.seconds(1_000, 0) == pytest.approx(1.2, rel=1e-3)
     assert found.prefill.seconds(9_000, 1_000) == pytest.approx(18.8 + 0.2, rel=1e-3)
     assert found.decode.step(7, 50_000) == pytest.approx(0.03, rel=1e-3)
+
+
+def test_the_router_is_told_of_a_measured_curve(tmp_path: Path) -> None:
+    points = [(n, 0.1 + n / 2_000 + 1e-7 * n * n) for n in (100, 1_000, 5_000, 20_000)]
+    (tmp_path / "p.csv").write_text("tokens,seconds\n" + "".join(f"{n},{s}\n" for n, s in points))
+    (tmp_path / "mine.toml").write_text('[accelerators.h200]\nprefill_csv = "p.csv"\n')
+    found = prepare(Scenario(prefill=PrefillPool(device="h200"), catalogue=[str(tmp_path / "mine.toml")]), 512).prefill
+    assert (found.tokens_per_s, found.overhead_s, found.attention_s) == pytest.approx((2_000, 0.1, 2e-7), rel=1e-3)
 
 
 def test_weights_that_do_not_fit_prefill_are_told() -> None:

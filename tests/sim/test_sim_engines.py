@@ -10,11 +10,14 @@ from hypothesis import strategies as st
 
 from fleet_cases import check, serve
 from regauge.blocks import Removed, Stored
+from regauge.config_route import RouteConfig
 from regauge.errors import ConfigError
 from regauge.sim.clock import Clock
 from regauge.sim.cluster import Cluster
 from regauge.sim.decode import Decode
 from regauge.sim.engines import DecodeModel, Prefill, PrefillModel, Task
+from regauge.sim.faults import Fault
+from regauge.sim.fleet import Fleet
 from regauge.sim.trace import Arrival
 
 
@@ -128,6 +131,17 @@ def test_decode_computes_short_prompts_itself_and_its_others_wait(beside: float)
     assert log.first[1] == pytest.approx(3.5)
     assert log.nbytes[1] == 0
     assert log.ended[0] - log.first[0] == pytest.approx(2.0 + (1 - beside) * 1.0)
+
+
+@pytest.mark.parametrize("slower", [1.0, 2.0])
+def test_decode_that_only_computes_is_busy_and_slow_if_it_is(slower: float) -> None:
+    model = DecodeModel(computer=PrefillModel(1_000.0, 0.0))
+    slow = Fault(at=0.0, what="slow", who="d0", factor=slower)
+    fleet = Fleet(Cluster(1, 1, PrefillModel(50_000.0), model), RouteConfig(offload_tokens=2_000), faults=[slow])
+    result = fleet.run([Arrival(1.0, 1_000, 1, ())])
+    assert result.log.prefill[0] == -1
+    assert result.log.first[0] == pytest.approx(1.0 + slower)
+    assert result.busy["d0"] == pytest.approx(slower)
 
 
 @pytest.mark.parametrize(

@@ -142,7 +142,7 @@ def test_errors_name_file_line_and_remedy(tmp_path: Path) -> None:
 
 def test_names_of_formats_are_checked(tmp_path: Path) -> None:
     path = lines(tmp_path / "m.jsonl", [{"timestamp": 0, "input_length": 5, "output_length": 1, "hash_ids": []}])
-    with pytest.raises(ConfigError, match=r"form: 'moncake' is no format of traces; did you mean 'mooncake'\?"):
+    with pytest.raises(ConfigError, match=r"format: 'moncake' is none of traces; did you mean 'mooncake'\?"):
         read(path, form="moncake")
     with pytest.raises(ConfigError, match="closed: mooncake does not say who waits for whom; burstgpt, tracelab"):
         read(path, closed=True)

@@ -71,6 +71,7 @@ def load(table: TraceTable) -> Requests:
     if table.requests and table.requests < len(trace):
         trace = sliced(trace, parse_slice(f"0:{table.requests}r"))
     notes = trace.notes
+    unknown = () if trace.block else (f"{trace.name} says nothing of prompts that begin alike, so nothing is cached",)
     if all(each.at == 0.0 for each in trace.arrivals) and len(trace) > 1:
         if table.rate is None:
             raise ConfigError(
@@ -80,7 +81,7 @@ def load(table: TraceTable) -> Requests:
     elif table.rate is not None:
         raise ConfigError(f"trace.rate: {trace.name} says when its requests come; pace it by trace.scale (--scale)")
     count = len(trace) * table.copies
-    return Requests(trace.name, count, trace.block or BLOCK, table, scaled(trace, table.scale), notes=notes)
+    return Requests(trace.name, count, trace.block or BLOCK, table, scaled(trace, table.scale), notes=notes + unknown)
 
 
 def _read(name: str, table: TraceTable) -> Trace:

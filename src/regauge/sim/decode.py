@@ -46,6 +46,8 @@ class Decode:
         self._pace = 1.0
         """Over the usual: less while a prompt is computed here, or the worker is slow."""
         self._slow = 1.0
+        self._computes = False
+        """A prompt is computed here."""
         self._by_tokens = model.step_token_s > 0 or model.curve is not None
         self._step, self._slope = 0.0, 0.0
         """Seconds of a step at `_at`, and what each further step is longer."""
@@ -92,6 +94,7 @@ class Decode:
     def computing(self, *, now_so: bool) -> None:
         """A prompt begins, or ends, to be computed here."""
         self._set_pace(self.model.beside if now_so else 1.0, self._slow)
+        self._computes = now_so
 
     def begin_anew(self) -> None:
         """Come back, empty."""
@@ -100,7 +103,9 @@ class Decode:
             self.computer.begin_anew()
 
     def slow(self, factor: float) -> None:
-        """Take `factor` times as long for each step from now on."""
+        """Take `factor` times as long for each step from now on, and for prompts that are not begun."""
+        if self.computer is not None:
+            self.computer.factor = factor
         self._set_pace(self._pace * self._slow, factor)
 
     def tpot_s(self) -> float:
@@ -169,9 +174,11 @@ class Decode:
         """Let tokens come up to now; `_plan` must follow, whatever changes in between."""
         now = self._clock.now
         seconds, self._at = now - self._at, now
-        if not self._batch or seconds <= 0:
+        if seconds <= 0 or not (self._batch or self._computes):
             return
         self.busy_s += seconds
+        if not self._batch:
+            return
         worth, step = seconds * self._pace, self._step
         if not self._slope:
             self.produced += worth / step

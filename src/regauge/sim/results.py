@@ -50,7 +50,7 @@ class Report(msgspec.Struct, frozen=True):
     runs: list[Run]
     pooled: list[Pooled]
     trace: dict[str, Any]
-    """What was replayed: name, requests, span, tokens."""
+    """What was replayed: name, requests, tokens of a block."""
     versions: dict[str, str]
     notes: list[str]
     """What the reader must know of the setup and the trace."""

@@ -259,6 +259,13 @@ def _together(found: Scenario, where: str) -> None:
         'run.flows: flow control is compared at network.transfers = "flow"':
             found.run.flows and network.transfers == "fluid",
     }  # fmt: skip
+    if not trace.file:
+        unused = {"scale": trace.scale != 1.0, "copies": trace.copies != 1}
+        unused |= {} if trace.like else {"slice": trace.slice, "format": trace.format != "auto"}
+        wrong |= {
+            f"trace.{name}: is of a trace that is read; give trace.file (--trace), too": so
+            for name, so in unused.items()
+        }
     for what, so in wrong.items():
         if so:
             raise ConfigError(f"{where}: {what}")

@@ -8,14 +8,17 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import TypeVar
 
 from regauge.errors import ConfigError
 from regauge.layout.presets import load_named
 from regauge.sim import devices
+from regauge.sim.curves import fit
 from regauge.sim.devices import Accelerator, Catalogue
 from regauge.sim.engines import DecodeModel, PrefillModel
+from regauge.sim.memory import Kept, kept
 from regauge.sim.model import Machine, Weights, exactly, machine
 from regauge.sim.scenario import DecodePool, Model, Pool, PrefillPool, Scenario
 from regauge.sim.work import Work, kv_bytes, model_work
@@ -67,7 +70,7 @@ def prepare(scenario: Scenario, block: int) -> Setup:
     notes: list[str] = []
     return Setup(
         _prefill(prefill, scenario.model, catalogue, block, notes),
-        _decode(decode, scenario.model, catalogue, nbytes, notes),
+        _decode(decode, scenario.model, catalogue, kept(layout, scenario.model.name, 1), nbytes, notes),
         nbytes,
         _nics(prefill, "prefill", catalogue),
         _nics(decode, "decode", catalogue),
@@ -95,15 +98,24 @@ def _prefill(pool: PrefillPool, model: Model, catalogue: Catalogue, block: int, 
     if not _holds(card, cards, 0.0, weights := total * model.weight_bits / 8):
         notes.append(
             f"prefill: weights of {weights / 1e9:,.0f} GB exceed the {_memory(card, cards) / 1e9:,.0f} GB of a server of {cards} {card.name}; "
-            "its speed is taken as if they fitted: fewer weight_bits, or more cards, would"
+            "its speed is taken as if they fitted. They would with a lower model.weight_bits, or with more prefill.cards"
         )
     per_s = found.rate.value * pool.efficiency
-    # What the router knows: a line and a square. Bounded attention counts as at its bound, for it is that in all but short prompts.
+    told = _told(work, found, per_s, pool.overhead_s)
+    return PrefillModel(*told, blocks, _seconds(work, found, per_s, pool.overhead_s))
+
+
+def _told(work: Work, on: Machine, per_s: float, overhead_s: float) -> tuple[float, float, float]:
+    """What the router knows: tokens per second, seconds beside them, and seconds per pair of tokens."""
+    measured = on.measured.prefill
+    if measured is not None:
+        line = fit(measured.points, degree=min(2, len(measured.points) - 1)).curve
+        tokens, seconds = measured.points[-1]
+        return 1.0 / line.linear if line.linear else tokens / seconds, line.fixed, 2.0 * line.square
+    # Bounded attention counts as at its bound, for it is that in all but short prompts.
     linear = work.per_token + sum(term.per_pair * term.most for term in work.terms)
     square = sum(term.per_pair for term in work.terms if not term.most)
-    return PrefillModel(
-        per_s / linear, pool.overhead_s, square / per_s, blocks, _seconds(work, found, per_s, pool.overhead_s)
-    )
+    return per_s / linear, overhead_s, square / per_s
 
 
 def _seconds(work: Work, on: Machine, per_s: float, overhead_s: float) -> Callable[[int, int], float]:
@@ -115,7 +127,9 @@ def _seconds(work: Work, on: Machine, per_s: float, overhead_s: float) -> Callab
     return lambda tokens, cached: fixed + max(measured(cached + tokens) - measured(cached), 0.0)
 
 
-def _decode(pool: DecodePool, model: Model, catalogue: Catalogue, nbytes: float, notes: list[str]) -> DecodeModel:
+def _decode(
+    pool: DecodePool, model: Model, catalogue: Catalogue, held: Kept, nbytes: float, notes: list[str]
+) -> DecodeModel:
     if pool.step_s is not None and pool.kv_tokens is not None:
         pages = max(1, pool.kv_tokens // pool.page_tokens)
         return DecodeModel(pool.slots, pages, pool.page_tokens, pool.step_s, pool.step_more_s or 0.0)
@@ -127,26 +141,31 @@ def _decode(pool: DecodePool, model: Model, catalogue: Catalogue, nbytes: float,
     if pool.step_s is not None:
         return DecodeModel(pool.slots, pages, pool.page_tokens, pool.step_s, pool.step_more_s or 0.0)
     found = _machine(card, cards, compute=pool.efficiency, memory=pool.memory)
-    step = _step(model_work(model.name, active), found, weights, nbytes, pool)
+    step = _step(model_work(model.name, active), found, weights, held, pool)
     if pages * pool.page_tokens < 200_000:
         notes.append(f"decode: a worker has room for the KV of {pages * pool.page_tokens:,} tokens only")
     return DecodeModel(pool.slots, pages, pool.page_tokens, step_s=step(1, 0.0), curve=step)
 
 
-def _step(work: Work, on: Machine, weights: Weights, nbytes: float, pool: DecodePool) -> Callable[[int, float], float]:
-    """As `model.decode_seconds`, its likeliest value alone."""
+def _step(work: Work, on: Machine, weights: Weights, held: Kept, pool: DecodePool) -> Callable[[int, float], float]:
+    """As `model.decode_seconds`, its likeliest value alone; of bounded attention as if all requests were equally long."""
     if on.measured.decode is not None:
         measured = on.measured.decode
         return lambda _, resident: measured(resident)
     bandwidth, rate = on.bandwidth.value * pool.memory, on.rate.value * pool.efficiency
     reads = tuple(weights.read(max(1, batch)) / bandwidth for batch in range(pool.slots + 1))
-    read_s, each_s = nbytes / bandwidth, work.per_token / rate
+    read_s = sum(nbytes for nbytes, most in held.reads if most == inf) / bandwidth
+    bounded = [(nbytes / bandwidth, most) for nbytes, most in held.reads if most < inf]
+    fixed_s, each_s = held.fixed / bandwidth, work.per_token / rate
     attend_s = sum(term.per_pair for term in work.terms if not term.most) / rate
     bounded_s = sum(term.per_pair * term.most for term in work.terms) / rate
 
     def step(batch: int, resident: float) -> float:
         computed = batch * (each_s + bounded_s) + resident * attend_s
-        return pool.overhead_s + max(reads[min(batch, pool.slots)] + resident * read_s, computed)
+        read = reads[min(batch, pool.slots)] + batch * fixed_s + resident * read_s
+        for token_s, most in bounded:
+            read += token_s * min(resident, batch * most)
+        return pool.overhead_s + max(read, computed)
 
     return step
 
@@ -192,7 +211,9 @@ def _cards(pool: Pool, card: Accelerator, where: str) -> int:
     if pool.cards:
         return pool.cards
     if card.cards is None:
-        raise ConfigError(f"{where}.cards: the catalogue does not say how many {card.name} a server has; give it")
+        raise ConfigError(
+            f"{where}.cards: the catalogue does not say how many {card.name} a server has; give it in a scenario"
+        )
     return int(card.cards.value)
 
 

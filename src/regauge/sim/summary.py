@@ -20,7 +20,7 @@ OUTCOMES = ("complete", "limited", "refused", "failed")
 SPREAD = ("mean", "p50", "p90", "p99")
 
 
-class Figures(msgspec.Struct, frozen=True, omit_defaults=True):
+class Figures(msgspec.Struct, frozen=True):
     """Seconds of several requests; NaN where there are none."""
 
     mean: float
@@ -51,7 +51,7 @@ class Summary(msgspec.Struct, frozen=True):
     nbytes: float
     """KV bytes that crossed for these requests."""
     seconds: float
-    """From the first arrival to the last end, warm requests included."""
+    """Of the clock, from 0 to the last end, warm requests included."""
     busy: dict[str, float]
     """Worker -> part of the time that it computed."""
     ports: dict[str, float]

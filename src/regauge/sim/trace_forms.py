@@ -46,8 +46,8 @@ def read(path: Path, form: str, options: Options) -> Trace:
         form = detect(lines)
     if form not in _READERS:
         near = difflib.get_close_matches(form, _READERS, 1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ConfigError(f"form: {form!r} is no format of traces{hint} There are {', '.join(_READERS)}, and auto")
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise ConfigError(f"format: {form!r} is none of traces; {hint}There are {', '.join(_READERS)}, and auto")
     if options.closed and form not in LOOPS:
         raise ConfigError(f"{path}: closed: {form} does not say who waits for whom; {', '.join(sorted(LOOPS))} do")
     trace = _READERS[form][0](lines, options)
