@@ -111,9 +111,13 @@ def test_the_router_is_told_of_a_measured_curve(tmp_path: Path) -> None:
 
 
 def test_weights_that_do_not_fit_prefill_are_told() -> None:
-    (note,) = GLM.notes
-    assert "weights of 744 GB exceed the 640 GB of a server of 8 MTT S5000" in note
-    assert prepare(scenario(Model(weight_bits=4.5)), 512).notes == ()
+    assert "weights of 744 GB exceed the 640 GB of a server of 8 MTT S5000" in GLM.notes[0]
+    assert prepare(scenario(Model(weight_bits=4.5)), 512).notes == GLM.notes[1:]
+
+
+def test_steps_without_their_overhead_are_told() -> None:
+    assert "are not counted unless decode.overhead_s says so" in GLM.notes[1]
+    assert len(prepare(scenario(DecodePool(overhead_s=0.005)), 512).notes) == 1
 
 
 @pytest.mark.parametrize(

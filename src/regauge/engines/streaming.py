@@ -138,4 +138,5 @@ async def models(session: aiohttp.ClientSession, to: Endpoint) -> list[str]:
                 raise EngineError(f"{to.url}: {reply.status}: {(await reply.text())[:500]}")
             return [str(each["id"]) for each in (await reply.json())["data"]]
     except (TimeoutError, aiohttp.ClientError, KeyError, TypeError, ValueError) as error:
-        raise EngineError(f"{to.url}: does not say which models it has ({error!r}); is its address right?") from error
+        told = error if isinstance(error, aiohttp.ClientError) and str(error) else repr(error)
+        raise EngineError(f"{to.url}: does not say which models it has ({told}); is its address right?") from error

@@ -261,7 +261,7 @@ def _together(found: Scenario, where: str) -> None:
     }  # fmt: skip
     if not trace.file:
         unused = {"scale": trace.scale != 1.0, "copies": trace.copies != 1}
-        unused |= {} if trace.like else {"slice": trace.slice, "format": trace.format != "auto"}
+        unused |= {} if trace.like else {"slice": trace.slice != "", "format": trace.format != "auto"}
         wrong |= {
             f"trace.{name}: is of a trace that is read; give trace.file (--trace), too": so
             for name, so in unused.items()

@@ -142,6 +142,11 @@ def _decode(
         return DecodeModel(pool.slots, pages, pool.page_tokens, pool.step_s, pool.step_more_s or 0.0)
     found = _machine(card, cards, compute=pool.efficiency, memory=pool.memory)
     step = _step(model_work(model.name, active), found, weights, held, pool)
+    if not pool.overhead_s and found.measured.decode is None:
+        notes.append(
+            "decode: a step is what reading and computing take; launches and collectives, which small batches feel most, are not counted "
+            "unless decode.overhead_s says so"
+        )
     if pages * pool.page_tokens < 200_000:
         notes.append(f"decode: a worker has room for the KV of {pages * pool.page_tokens:,} tokens only")
     return DecodeModel(pool.slots, pages, pool.page_tokens, step_s=step(1, 0.0), curve=step)
