@@ -9,7 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from regauge import cli_sim
 from regauge.cli import main
+from regauge.move.flow_types import POLICIES as CONTROLS
+from regauge.route.policies import POLICIES as ROUTING
 from regauge.sim.results import read
 
 SMALL = ["--prefill", "mtt-s5000:3", "--decode", "h200:1", "--model", "glm-5.2", "--requests", "60", "--rate", "3"]
@@ -79,6 +82,18 @@ def test_what_is_kept_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert sorted(path.suffix for path in (tmp_path / "csv").iterdir()) == [".csv", ".json"]
 
 
+def test_a_window_without_requests_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = tmp_path / "line.json"
+    assert main(["sim", *SMALL, "--perfetto", str(line), "--window", "90000:90001"]) == 0
+    assert "line.json: not written, no request came in 90000 to 90001 s" in capsys.readouterr().out
+    assert not line.exists()
+
+
+def test_the_names_that_help_tells_are_all() -> None:
+    assert set(cli_sim.POLICIES) == set(ROUTING)
+    assert tuple(policy.name for policy in CONTROLS) == cli_sim.FLOWS
+
+
 def test_a_terminal_has_a_progress_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
@@ -130,6 +145,7 @@ def test_nobody_served_is_a_problem_found(tmp_path: Path, capsys: pytest.Capture
         (["--perfetto", "x.json", "--window", "4:3"], "--window '4:3': begins at 0 or later"),
         (["--perfetto", "x.json", "--window", "4"], "--window '4': give FROM:TO in seconds"),
         (["--perfetto", "/no/such/x.json"], "--perfetto /no/such/x.json: no such folder"),
+        (["--scale", "2"], "options: trace.scale: is of a trace that is read; give trace.file (--trace), too"),
         (["--csv"], "--csv: is the form of the tables; give --out DIR, too"),
         (["--catalogue", "gone.toml"], "gone.toml: cannot be read"),
         (["--faults", "gone.toml"], "gone.toml: No such file"),

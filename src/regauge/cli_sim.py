@@ -44,7 +44,12 @@ def arguments(sim: argparse.ArgumentParser) -> None:
     trace.add_argument("--slice", metavar="PART", help="seconds 600:1200 or requests 0:5000r of it")
     trace.add_argument("--copies", type=int, metavar="N", help="of the trace at once, by other users")
     trace.add_argument("--requests", type=int, metavar="N", help="most requests; of made ones, how many")
-    trace.add_argument("--rate", type=float, metavar="X", help="made requests a second")
+    trace.add_argument(
+        "--rate",
+        type=float,
+        metavar="X",
+        help="made requests a second, or sessions of a trace that does not say when they begin",
+    )
     fleet = sim.add_argument_group("who serves")
     fleet.add_argument(
         "--model", metavar="NAME", help="a layout preset (`regauge layout --list`), folder or config.json"
@@ -90,8 +95,8 @@ def run(options: argparse.Namespace, *, say: Callable[[str], None] = print) -> i
         from regauge.cli_sim_view import show
 
         say(show(report).rstrip())
-        for path in written:
-            say(f"wrote {path}")
+        for line in written:
+            say(line)
     return 0 if all(each.summary.outcomes["complete"] for each in runs) else 1
 
 
@@ -237,20 +242,25 @@ def _progress(runs: int, requests: int) -> Iterator[Callable[[str], Progress | N
 
 def _keep(
     options: argparse.Namespace, report: Report, logs: dict[tuple[str, int], Log], setup: Setup, window: tuple[float, float]
-) -> list[Path]:  # fmt: skip
-    """Write what is asked for; return the files."""
+) -> list[str]:  # fmt: skip
+    """Write what is asked for; return what to say of it."""
     from regauge.sim import results, timeline
 
-    written: list[Path] = []
+    written: list[str] = []
     if options.perfetto is not None:
         path = Path(options.perfetto)
-        timeline.write(path, next(iter(logs.values())), begin_s=window[0], end_s=window[1])
-        written.append(path)
+        first = next(iter(logs.values()))
+        if timeline.chosen(first, begin_s=window[0], end_s=window[1]).size:
+            timeline.write(path, first, begin_s=window[0], end_s=window[1])
+            written.append(f"wrote {path}")
+        else:
+            written.append(f"{path}: not written, no request came in {window[0]:g} to {window[1]:g} s")
     if options.out is not None:
         folder = Path(options.out)
-        written += results.save(folder, report, logs, "csv" if options.csv else "parquet")
+        files = results.save(folder, report, logs, "csv" if options.csv else "parquet")
         if not options.csv:
-            written += _pictures(folder, report, logs, setup)
+            files += _pictures(folder, report, logs, setup)
+        written += [f"wrote {path}" for path in files]
     return written
 
 

@@ -42,8 +42,8 @@ def subject(report: Report) -> str:
     """Return what was simulated, in a line."""
     scenario = report.scenario
     prefill, decode = (
-        f"{pool.servers} x {pool.device or 'prefill' * (i == 0) or 'decode'}"
-        for i, pool in enumerate((scenario.prefill, scenario.decode))
+        f"{pool.servers} x {pool.device or role}"
+        for role, pool in (("prefill", scenario.prefill), ("decode", scenario.decode))
     )
     return (
         f"{prefill} to {decode}, {scenario.model.name}; {report.trace['name']}, {report.trace['requests']:,} requests"

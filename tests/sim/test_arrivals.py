@@ -98,6 +98,10 @@ def test_a_likeness_may_be_given_in_place_of_its_trace(mooncake: str, tmp_path: 
 def test_what_does_not_go_together_is_refused(mooncake: str, weka: str, tmp_path: Path) -> None:
     for table, told in (
         (TraceTable(file=weka), r"trace\.rate: agents does not say when its sessions begin; say how many a second"),
+        (
+            TraceTable(file=weka, rate=1.0, scale=2.0),
+            r"trace\.scale: sessions of this trace begin as often as trace\.rate",
+        ),
         (TraceTable(like=weka), r"trace\.rate: agents does not say how often sessions begin"),
         (
             TraceTable(file=mooncake, rate=1.0),

@@ -28,7 +28,7 @@ def spans(made: list[dict[str, Any]], group: int, name: str) -> list[float]:
     return [event["ts"] for event in made if event["pid"] == group and event["name"] == name and event["ph"] in "be"]
 
 
-@given(st.integers(0, 500), st.integers(0, 40))
+@given(st.integers(0, 500), st.integers(0, 12))
 def test_every_event_has_the_fields_of_its_phase(seed: int, count: int) -> None:
     opened: Counter[tuple[Any, ...]] = Counter()
     flows: Counter[tuple[Any, ...]] = Counter()

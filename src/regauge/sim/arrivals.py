@@ -77,6 +77,10 @@ def load(table: TraceTable) -> Requests:
             raise ConfigError(
                 f"trace.rate: {trace.name} does not say when its sessions begin; say how many a second (--rate)"
             )
+        if table.scale != 1.0:
+            raise ConfigError(
+                "trace.scale: sessions of this trace begin as often as trace.rate (--rate) says; change that"
+            )
         notes = (f"{trace.name}: sessions begin at random, {table.rate:g} a second",)
     elif table.rate is not None:
         raise ConfigError(f"trace.rate: {trace.name} says when its requests come; pace it by trace.scale (--scale)")

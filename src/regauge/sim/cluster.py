@@ -137,8 +137,6 @@ class Result:
     """Of the router: placed, and refusals by reason; attempts, of requests that were served to warm up, too."""
     events: int
     """Of the clock."""
-    seats_most: int = 0
-    """Most requests that one decode worker held at a report."""
 
     @property
     def refused(self) -> int:

@@ -72,7 +72,7 @@ class Fleet:
         self._pulled_at = 0.0
         self._arriving = False
         self._reports = 0
-        self._seats_most = self._warm = self._ends = 0
+        self._warm = self._ends = 0
         self._ended_at = 0.0
         self._progress: Callable[[int], None] | None = None
         self._watch: Callable[[Fleet], None] | None = None
@@ -112,7 +112,7 @@ class Fleet:
         carried = {port: self.network.carried(port) for port in self.network.ports}
         return Result(
             self._rows.log(), max(self._ended_at, 1e-9), busy, carried, self.cluster.all_ports(),
-            dict(self.router.decisions), self.clock.ran, self._seats_most,
+            dict(self.router.decisions), self.clock.ran,
         )  # fmt: skip
 
     @property
@@ -195,7 +195,6 @@ class Fleet:
                 if decode.computer is not None:
                     self._cache_events(decode.computer)
                 router.report(decode.name, decode.load(), now)
-                self._seats_most = max(self._seats_most, decode.seats)
                 decode.changed = False
             self._nic_report(decode)
         if self._watch is not None:

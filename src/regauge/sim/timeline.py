@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from regauge.errors import ConfigError
 from regauge.sim import series
@@ -43,11 +44,16 @@ def events(log: Log, *, first: int = MOST, begin_s: float = 0.0, end_s: float = 
     """Yield the events of the first requests that came in [begin_s, end_s). Raises ConfigError for a window that is none."""
     if first < 1 or not begin_s < end_s:
         raise ConfigError(f"time line: one request or more, and {begin_s} s before {end_s} s")
-    rows = np.flatnonzero((log.at >= begin_s) & (log.at < end_s))[:first]
+    rows = chosen(log, first=first, begin_s=begin_s, end_s=end_s)
     yield from _names(log, rows)
     for row in rows:
         yield from _request(log, int(row))
     yield from _counters(log, rows)
+
+
+def chosen(log: Log, *, first: int = MOST, begin_s: float = 0.0, end_s: float = float("inf")) -> NDArray[np.intp]:
+    """Return the rows of the first requests that came in [begin_s, end_s)."""
+    return np.flatnonzero((log.at >= begin_s) & (log.at < end_s))[:first]
 
 
 def write(path: Path, log: Log, *, first: int = MOST, begin_s: float = 0.0, end_s: float = float("inf")) -> int:
@@ -68,7 +74,7 @@ def _us(seconds: float) -> float:
     return round(float(seconds) * 1e6, 3)
 
 
-def _names(log: Log, rows: np.ndarray[Any, np.dtype[np.intp]]) -> Iterator[Event]:
+def _names(log: Log, rows: NDArray[np.intp]) -> Iterator[Event]:
     for group, name in GROUPS.items():
         yield {"ph": "M", "name": "process_name", "pid": group, "tid": 0, "args": {"name": name}}
         yield {"ph": "M", "name": "process_sort_index", "pid": group, "tid": 0, "args": {"sort_index": group}}
@@ -123,7 +129,7 @@ def _interval(log: Log, row: int, begin: str, end: str) -> tuple[float, float] |
     return first, over if np.isnan(last) else last
 
 
-def _counters(log: Log, rows: np.ndarray[Any, np.dtype[np.intp]]) -> Iterator[Event]:
+def _counters(log: Log, rows: NDArray[np.intp]) -> Iterator[Event]:
     part = Log(*(getattr(log, name)[rows] for name in Log.__dataclass_fields__))
     edges = series.span(part, BINS + 1)
     for worker in _workers(part.decode):

@@ -28,15 +28,6 @@ class Slice:
     requests: bool = False
 
 
-def parse_scale(text: str) -> float:
-    """Return the factor of `--scale`: 2.5 is two and a half times the arrivals a second. Raises ConfigError."""
-    try:
-        factor = float(text)
-    except ValueError:
-        factor = -1.0
-    return _positive("scale", factor, text)
-
-
 def parse_slice(text: str) -> Slice:
     """Return the part that `--slice` means: `600:1200` in seconds, `0:5000r` in requests; either side may be left out. Raises ConfigError."""
     remedy = "give begin:end in seconds, as 600:1200, or in requests, as 0:5000r; begin is less than end"
