@@ -85,6 +85,8 @@ def test_options_go_over_the_file() -> None:
         ("[network]\ntree = 4", "network.tree: goes with topology = \"fat-tree\""),
         ("[network]\ntopology = 'ring'", "network.topology: invalid enum value 'ring'"),
         ("[run]\nflows = ['credit']", 'run.flows: flow control is compared at network.transfers = "flow"'),
+        ("[route]\noffload_tokens = 9_000", "route.offload: a scenario's decode workers compute no prompts"),
+        ("[route]\noffload = 'auto'", "route.offload: a scenario's decode workers compute no prompts"),
         ("[route]\nstale_s = -1.0", "route.stale_s: must be more than 0"),
         ("[[faults]]\nat = 1.0\nwhat = 'slow'\nwho = 'p0'", 'fault 1: factor: "slow" needs one'),
         ("[[faults]]\nat = -1.0\nwhat = 'dead'\nwho = 'p0'", "fault 1: at: must be 0 or more"),

@@ -87,7 +87,10 @@ def test_ports_that_the_articles_deployment_takes() -> None:
     ("make", "said"),
     [
         (lambda: Ends(0, 1), "senders is 0; give 1 to"),
-        (lambda: Single(ARTICLE, 64), "one switch would need 104 ports for NICs and has 64; take a larger switch"),
+        (
+            lambda: Single(ARTICLE, 64),
+            "one switch would need 104 ports for NICs and has 64; take a larger switch .switch_ports.",
+        ),
         (lambda: Racks(ARTICLE, 13, 200, 1e9), "a rack's switch would need 216 ports"),
         (lambda: Racks(ARTICLE, 13, 16, 1e9), "the spine would need 208 ports for uplinks"),
         (lambda: Racks(ARTICLE, 2, 4, -1.0), r"rate is -1\.0 bytes/s; give a finite one above 0"),

@@ -128,6 +128,7 @@ def test_errors_name_file_line_and_remedy(tmp_path: Path) -> None:
         r"m\.jsonl, line 1: .*>= 0": [good | {"hash_ids": [-4]}],
         r"m\.jsonl, line 1: of no known format of traces \(fields prompt\)\. Known are, by their fields: mooncake: hash_ids": [{"prompt": "x"}],
         r"m\.jsonl, line 1: of no known format of traces \(columns a, b\)": ["a,b"],
+        r"m\.jsonl, line 1: of no known format of traces \(columns \?\[31ma, b\)": ["\x1b[31ma,b"],
         r"m\.jsonl: the file is empty": [],
         r"m\.jsonl, line 2: TIMESTAMP: 'yesterday' is no date and time; they are like": ["TIMESTAMP,ContextTokens,GeneratedTokens", "yesterday,1,2"],
         r"m\.jsonl, line 2: ContextTokens: 'many' is no number of tokens": ["TIMESTAMP,ContextTokens,GeneratedTokens", "2023-11-16 18:17:03,many,2"],

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import msgspec
+from msgspec.structs import replace
 
 from regauge.config_route import RouteConfig
 from regauge.errors import ConfigError
@@ -43,9 +43,6 @@ def cases(scenario: Scenario) -> list[Case]:
         for policy in policies
         for flow in flows
     ]
-
-
-replace = msgspec.structs.replace
 
 
 def seeds(scenario: Scenario) -> list[int]:

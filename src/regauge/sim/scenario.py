@@ -258,6 +258,8 @@ def _together(found: Scenario, where: str) -> None:
         'network.tree: goes with topology = "fat-tree"': network.tree and network.topology != "fat-tree",
         'run.flows: flow control is compared at network.transfers = "flow"':
             found.run.flows and network.transfers == "fluid",
+        "route.offload: a scenario's decode workers compute no prompts; leave it and route.offload_tokens out":
+            found.route.offload == "auto" or found.route.offload_tokens,
     }  # fmt: skip
     if not trace.file:
         unused = {"scale": trace.scale != 1.0, "copies": trace.copies != 1}

@@ -281,5 +281,5 @@ def _rate(value: float) -> None:
 def _fits(what: str, needed: int, there: int, of: str) -> None:
     if needed > there:
         raise ConfigError(
-            f"topology: {what} would need {needed} ports for {of} and has {there}; take a larger switch, fewer cables, or a fat tree"
+            f"topology: {what} would need {needed} ports for {of} and has {there}; take a larger switch (switch_ports), fewer cables, or a fat tree"
         )

@@ -64,6 +64,7 @@ def detect(lines: Lines) -> str:
     if not found:
         what = "fields" if line.startswith(b"{") else "columns"
         seen = ", ".join(sorted(names))[:200] or line[:60].decode("utf-8", "replace")
+        seen = "".join(each if each.isprintable() else "?" for each in seen)
         known = "; ".join(f"{form}: {', '.join(sorted(marks))}" for form, (_, marks) in _READERS.items())
         lines.refuse(number, f"of no known format of traces ({what} {seen}). Known are, by their {what}: {known}")
     return max(found)[1]
