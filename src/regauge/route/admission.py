@@ -21,7 +21,7 @@ RATIO_STEP: Final = 0.05
 SPREAD_STEP: Final = 0.125
 SPREADS: Final = 3.0
 """Mean deviations of the ratio above its mean that a prediction has to leave room for: most are to be in time, and not half of them."""
-RATIO_BOUNDS: Final = (0.5, 2.0)
+RATIO_BOUNDS = (0.5, 2.0)  # not `Final`: mypyc loses a constant tuple of floats
 FORGET_S: Final = 5.0
 MOST_RETRY_S: Final = 600
 DECAY: Final = -log(2) / FORGET_S

@@ -63,7 +63,7 @@ class Nic:
     def booked(self) -> float:
         """Bytes of our transfers that have not landed, as estimated."""
         served = self._served
-        return sum([mark - served for mark in self._marks]) + sum([flow.rest for flow in self._pending])
+        return sum([mark - served for mark in self._marks], 0.0) + sum([flow.rest for flow in self._pending], 0.0)
 
     def __len__(self) -> int:
         return len(self._flows)
@@ -111,7 +111,7 @@ class Nic:
         while self._pending and self._pending[0].ready <= now:
             self._begin(self._pending.pop(0))
         served = self._served
-        mine = sum([mark - served for mark in self._marks])
+        mine = sum([mark - served for mark in self._marks], 0.0)
         self.foreign = max(0.0, backlog - mine)
         self.idle = not self._flows and not self.foreign
         if backlog < mine:
@@ -153,10 +153,10 @@ class Nic:
             drained, foreign = -foreign, 0.0
         else:
             drained = 0.0
-        total, shared = sum(rests), 0.0
+        total, shared = sum(rests, 0.0), 0.0
         if drained < total:
             keep = 1 - drained / total
-            shared = total * keep if max(rests) * keep <= size else sum([min(rest * keep, size) for rest in rests])
+            shared = total * keep if max(rests) * keep <= size else sum([min(rest * keep, size) for rest in rests], 0.0)
         sent = begin + (size + foreign + shared) / rate
         return (max(landed, sent)), shared / rate
 

@@ -153,7 +153,7 @@ class Result:
     def prefill_busy(self) -> float:
         """Share of the time that prefill workers computed, mean of all."""
         shares = [busy / self.seconds for name, busy in self.busy.items() if name[0] == "p"]
-        return sum(shares) / max(1, len(shares))
+        return sum(shares, 0.0) / max(1, len(shares))
 
     @cached_property
     def decode_nic_busy(self) -> float:

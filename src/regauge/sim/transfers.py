@@ -102,7 +102,7 @@ class Fluid:
     def backlog(self, decode: Decode) -> int:
         """Return the bytes that are ready and wait."""
         planned, nics = self.paths.planned, self.paths.nics(decode.name)
-        return int(sum([self._network.backlog(nic) for nic in nics if planned[nic] > 1.0]))
+        return int(sum([self._network.backlog(nic) for nic in nics if planned[nic] > 1.0], 0.0))
 
     def over(self, port: str) -> list[Task]:
         """Return the tasks whose transfers cross a port."""

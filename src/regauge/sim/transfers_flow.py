@@ -118,7 +118,7 @@ class Controlled:
         """End the transfer on both sides, and take its turns out of the network."""
         crossing, decode = task.flow, task.decode
         if isinstance(crossing, Crossing) and decode is not None:
-            crossed = crossing.landed + sum(self._network.close(flow) for flow in crossing.turns.values())
+            crossed = crossing.landed + sum([self._network.close(flow) for flow in crossing.turns.values()], 0.0)
             crossing.turns.clear()
             task.nbytes += crossed
             self._end(task, crossing, decode.name)
