@@ -119,7 +119,7 @@ def of_trace(
     arrivals: Sequence[Arrival] = trace.arrivals
     if not arrivals:
         raise ConfigError(f"{trace.name}: no requests")
-    if cache_tokens <= 0.0:
+    if not cache_tokens > 0.0:
         raise ConfigError(f"cache of {cache_tokens:g} tokens: give a positive number")
     if trace.tick_s:
         arrivals = spread(arrivals, seed, trace.tick_s)
