@@ -64,6 +64,7 @@ def test_a_trace_says_rate_and_reuse() -> None:
     load = of_trace(Trace("t", 10, arrivals((1, 2), (1, 2), (1, 3))))
     assert (load.rate, load.arrival_cv2) == (1.0, 0.0)
     assert list(load.cached) == [0, 20, 10]
+    assert load.name == "t, cached as by one endless cache"
     assert of_trace(Trace("t", 10, arrivals((1,), (1,))), rate=8.0).rate == 8.0
     assert of_trace(Trace("t", 0, arrivals((), ())), hit=0.5).hit == pytest.approx(0.5)
 

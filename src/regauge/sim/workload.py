@@ -126,10 +126,13 @@ def of_trace(
     if trace.tick_s:
         arrivals = spread(arrivals, seed, trace.tick_s)
     prompt = np.array([a.tokens for a in arrivals], float)
+    name = trace.name
     if hit is not None:
         cached = prompt * _share(hit)
     elif trace.block:
         cached = np.minimum(np.array(cached_tokens(arrivals, trace.block, cache_tokens), float), prompt - 1.0)
+        size = "endless cache" if cache_tokens == inf else f"cache of {cache_tokens:,.0f} tokens"
+        name = f"{trace.name}, cached as by one {size}"
     else:
         raise ConfigError(f"{trace.name}: says nothing of reuse: give the cached share as --hit, 0 for none")
     own, cv2 = _pace(trace, arrivals)
@@ -141,7 +144,7 @@ def of_trace(
     sample = (prompt, cached, output, weight)
     if len(prompt) > _WHOLE:
         sample = _cells(*sample)
-    return Workload(trace.name, *sample, float(own if rate is None else rate), cv2, p99)  # type: ignore[arg-type]
+    return Workload(name, *sample, float(own if rate is None else rate), cv2, p99)  # type: ignore[arg-type]
 
 
 def _pace(trace: Trace, arrivals: Sequence[Arrival]) -> tuple[float | None, float]:
