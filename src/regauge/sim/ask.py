@@ -47,7 +47,7 @@ class Assumed:
 
 ASSUMED: Mapping[str, Assumed] = {
     "compute": Assumed(
-        "part of the peak rate that prefill reaches", COMPUTE,
+        "part of the peak rate that is reached, by prefill or by a decode step that computing binds", COMPUTE,
         "vendor with SiliconFlow, Dec 2025: DeepSeek-V3 at over 4,000 tokens/s a card of 1 PFLOPS is 0.3; 0.12 fits the article's "
         "two rates to GLM-5.2 at 90 % hits; 0.5 is assumed",
     ),
