@@ -56,3 +56,11 @@ def test_what_cannot_be_simulated() -> None:
 def test_sending_less_carries_less() -> None:
     whole, less = (simulate(answer(replace(ask(), delta=d), changes=False), 400) for d in (False, True))
     assert less.ttft.mean <= whole.ttft.mean
+
+
+@pytest.mark.parametrize("output", [Lengths(1), Lengths(2, 9)])
+def test_an_answer_of_one_token_keeps_to_any_time_per_token(output: Lengths) -> None:
+    load = of_lengths(Lengths(6000), output, 3.0)
+    run = simulate(answer(ask(workload=load), changes=False), 300)
+    assert run.complete == 1.0
+    assert run.tpot.met == 1.0
