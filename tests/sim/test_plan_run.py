@@ -48,6 +48,9 @@ def test_what_cannot_be_simulated() -> None:
     plan = answer(ask(), changes=False)
     with pytest.raises(ConfigError, match="give 100 to"):
         simulate(plan, 3)
+    many = answer(ask(prefill=replace(PREFILL, servers=1000), decode=replace(DECODE, servers=101)), changes=False)
+    with pytest.raises(ConfigError, match="101,000 pairs of instances"):
+        simulate(many, 100)
     loops = Trace("loops", 512, (Arrival(0.0, 5000, 5, ()), Arrival(0.0, 5000, 5, (), after=0, think_s=1.0)))
     with pytest.raises(ConfigError, match="wait for one another"):
         simulate(plan, 100, trace=loops)

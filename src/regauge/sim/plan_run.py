@@ -26,6 +26,8 @@ from regauge.sim.workload import Floats
 WARM = 0.1
 """Part of the requests that fill queues and caches and are not counted."""
 MAX_REQUESTS = 2_000_000
+MAX_PAIRS = 100_000
+"""Pairs of instances: the router knows a link of each, some 10 s to tell it all."""
 _PAGE = 64
 _BATCHES = 4096
 _BLOCK = 512
@@ -68,6 +70,11 @@ def simulate(plan: Plan, requests: int, *, trace: Trace | None = None, seed: int
     """
     if not 100 <= requests <= MAX_REQUESTS:
         raise ConfigError(f"--simulate {requests}: give 100 to {MAX_REQUESTS} requests")
+    p, d = plan.prefill, plan.decode
+    if (pairs := (p.servers // p.span) * (d.servers // d.span)) > MAX_PAIRS:
+        raise ConfigError(
+            f"--simulate: {pairs:,} pairs of instances, {MAX_PAIRS:,} at most: plan a part of the load on a part of the servers"
+        )
     found, slo = facts(plan.ask), plan.ask.slo
     asked = _drawn(found, requests, seed) if trace is None else _traced(found, trace, requests, seed)
     result = Fleet(_cluster(found, plan, trace), RouteConfig(), seed).run(asked, warm=int(len(asked) * WARM))
