@@ -130,7 +130,7 @@ def test_a_model_that_is_not_there_is_refused(url: str, capsys: pytest.CaptureFi
         (["--url", "http://h", "--key-file", "/nowhere/key"], "--key-file /nowhere/key: cannot be read"),
         (["--threads", "0"], "--threads 0: give a number from 1"),
         (["--out", "/nowhere/curve"], "no folder /nowhere"),
-        (["--device", "h1000"], "no device 'h1000' in the catalogue"),
+        (["--device", "h1000"], "--device: no 'h1000' in the catalogue; did you mean 'h100'"),
         (["--device", "h100"], "--active-b: the catalogue does not have 'smollm2-135m-instruct'"),
         (["--device", "ascend-910b", "--peak", "fp8", "--active-b", "1"], "--peak fp8: the catalogue has no such rate"),
     ],

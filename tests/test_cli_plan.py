@@ -85,6 +85,13 @@ def test_servers_that_are_too_few_are_told_what_would_do(capsys: pytest.CaptureF
         (("--markdown", "/nowhere/at/all.md"), 2, "--markdown /nowhere/at/all.md: No such file"),
         (("--simulate", "3"), 2, "--simulate 3: give 100 to"),
         (("--parameters", "10:20"), 2, "--parameters 10:20: give TOTAL:ACTIVE"),
+        (("--rate", "1e12"), 1, "requests/s keep"),
+        (("--cache-tokens", "5"), 2, "--format and --cache-tokens are of a trace: give --trace FILE"),
+        (("--prefill", "gaudi-3"), 2, "prefill.nic: the catalogue does not say which NIC Intel Gaudi 3 has: give nic=NAME in --prefill"),
+        (("--prefill", "gaudi-3,nic=400g"), 2, "prefill.nics: the catalogue does not say how many NICs a server of Intel Gaudi 3 has: give nics=N in --prefill"),
+        (("--decode", "l20"), 2, "decode.cards: the catalogue does not say how many NVIDIA L20 a server has: give cards=N in --decode"),
+        (("--prefill", "mtt-s5000:2,span=3"), 2, "prefill.span 3: an instance cannot span more servers than the 2 given"),
+        (("--prefill", "mtt-s5000,weights=4.5,overhead=0.5", "--fit", "65536:95920.5:0.9"), 2, "points: rates fix one constant"),
     ],
 )  # fmt: skip
 def test_nonsense_is_refused(
@@ -102,6 +109,13 @@ def test_what_is_missing_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = run(capsys, "plan", *FITS[1:7], "--ttft", "1", "--tpot", "1")
     assert code == 2
     assert "a workload: give --trace FILE" in err
+
+
+def test_options_that_would_be_passed_over_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run(capsys, "plan", "article", "--model", "glm-5.2", "--rate", "3")
+    assert (code, "plan article: takes no --model, --rate" in err) == (2, True)
+    code, _, err = run(capsys, "plan", "devices", "--markdown", "x.md")
+    assert (code, "plan devices: takes no --markdown" in err) == (2, True)
 
 
 def test_a_broken_trace_is_refused_by_its_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -280,11 +280,12 @@ def _plain(points: tuple[Timed, ...]) -> list[dict[str, Any]]:
 def _efficiency(options: argparse.Namespace) -> Callable[[Speeds], dict[str, Any]]:
     """Return what says which part of a device's peak the prefill reaches. Raises ConfigError before anything is measured."""
     from regauge.sim import devices
+    from regauge.sim.ask import known
     from regauge.sim.model import Point, fit_efficiency
     from regauge.sim.work import model_work
 
     catalogue = devices.load([Path(each) for each in options.catalogue])
-    card = devices.device(catalogue.accelerators, options.device)
+    card = known(catalogue.accelerators, options.device, "--device")
     figure = card.fp8_tflops if options.peak == "fp8" else card.bf16_tflops
     if figure is None:
         raise ConfigError(

@@ -24,6 +24,8 @@ _POOL = (
     "nic, nics, rails, copies, weights, compute, memory, overhead, step-overhead, reserve"
 )
 _NEEDED = ("model", "prefill", "decode", "ttft", "tpot")
+_OWN = (*_NEEDED, "parameters", "prefill_kv", "decode_kv", "trace", "input_tokens", "output_tokens", "rate", "hit", "simulate", "cost", "price", "prices", "plot")  # fmt: skip
+"""What is of a question, and of nothing else."""
 
 
 def arguments(plan: argparse.ArgumentParser) -> None:
@@ -114,6 +116,7 @@ def run(options: argparse.Namespace) -> int:
     """Answer; return the exit code: 0 it fits, 1 it does not. Raises ConfigError, LayoutError; Refused for what cannot fit."""
     from regauge.sim.devices import load
 
+    _refuse_unused(options)
     catalogue = load([Path(x) for x in options.catalogue])
     if options.what == "devices":
         return _devices(options, catalogue)
@@ -133,6 +136,20 @@ def run(options: argparse.Namespace) -> int:
 
         show(plan, money, run, written)
     return 0 if plan.fits else 1
+
+
+def _refuse_unused(options: argparse.Namespace) -> None:
+    """Raise ConfigError for options that would be passed over."""
+    if options.what is not None:
+        given = [f"--{name.replace('_', '-')}" for name in _OWN if getattr(options, name) is not None]
+        if options.what == "devices" and options.markdown is not None:
+            given.append("--markdown")
+        if given:
+            raise ConfigError(
+                f"plan {options.what}: takes no {', '.join(given)}; leave {options.what!r} out to ask a question"
+            )
+    elif options.trace is None and (options.format != "auto" or options.cache_tokens != inf):
+        raise ConfigError("--format and --cache-tokens are of a trace: give --trace FILE, or leave them out")
 
 
 def _ask(options: argparse.Namespace, catalogue: Catalogue) -> Ask:

@@ -235,10 +235,12 @@ def _money(money: Money) -> RenderableType:
         ("price", f"{money.price.name}: {money.price.cached_input} / {money.price.uncached_input} / {money.price.output} {unit} a million cached, uncached, output"),
         ("a month sold whole", f"{money.revenue:,.0f} {unit}, {money.per_million:.4g} a million input tokens at {money.mix.hit:.1%} cached"),
         ("cost of a million input tokens", _range(cost, lambda x: f"{x:.3g}") + f" {unit}"),
-        ("break-even", f"{_range(money.even.utilisation, _percent)} of the time at this rate"),
+        ("break-even", f"{_range(money.even.utilisation, _percent)} of the time at this rate" + ("; over 100%: never" if money.even.utilisation.high > 1.0 else "")),
     ]  # fmt: skip
+    if money.note:
+        rows.insert(1, ("rate", money.note))
     if money.bill.missing:
-        rows.append(("not counted", "; ".join(money.bill.missing)))
+        rows.append(("a lower bound, without", "; ".join(money.bill.missing)))
     return _pairs(*rows)
 
 

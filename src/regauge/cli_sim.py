@@ -266,7 +266,7 @@ def _keep(
 
 def _pictures(folder: Path, report: Report, logs: dict[tuple[str, int], Log], setup: Setup) -> list[Path]:
     from regauge.cli_sim_view import subject
-    from regauge.sim import charts
+    from regauge.sim import charts, pictures
 
     (name, seed), first = next(iter(logs.items()))
     what = subject(report)
@@ -275,7 +275,7 @@ def _pictures(folder: Path, report: Report, logs: dict[tuple[str, int], Log], se
         setup.bytes_per_token, servers * setup.decode_nic.together, servers * decode.pages * decode.page_size
     )
     written: list[Path] = []
-    for ending in charts.ENDINGS:
+    for ending in pictures.ENDINGS:
         paths = folder / f"ttft{ending}", folder / f"time{ending}"
         charts.ttft_by_case(
             paths[0], {case: log for (case, of), log in logs.items() if of == seed},

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from regauge.errors import ConfigError
-from regauge.sim.devices import Figure, curves, device, load, shipped
+from regauge.sim.devices import Figure, curves, load, shipped
 
 FIGURE = '{ value = 5, source = "me", date = "2026-11" }'
 
@@ -27,7 +27,7 @@ def test_every_shipped_figure_has_a_source_and_a_date() -> None:
 
 
 def test_the_article_s_card() -> None:
-    card = device(load().accelerators, "mtt-s5000")
+    card = load().accelerators["mtt-s5000"]
     assert [f.value for f in (card.fp8_tflops, card.memory_gb, card.memory_gb_per_s) if f] == [1000, 80, 1600]
 
 
@@ -75,9 +75,7 @@ def test_nonsense_is_refused_by_name(tmp_path: Path, text: str, said: str) -> No
         load([path])
 
 
-def test_an_unknown_device_names_the_known(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"known: .*h200"):
-        device(load().accelerators, "h300")
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         load([tmp_path / "none.toml"])
 

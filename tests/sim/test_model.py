@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from regauge.errors import ConfigError
-from regauge.plan.cost import DEFAULTS
 from regauge.sim.curves import Measured
 from regauge.sim.devices import Curves, Figure, load
 from regauge.sim.model import (
@@ -14,14 +13,12 @@ from regauge.sim.model import (
     Machine,
     Point,
     Weights,
-    conversion_seconds,
     decode_seconds,
     exactly,
     fit_efficiency,
     machine,
     of,
     prefill_seconds,
-    transfer_seconds,
 )
 from regauge.sim.work import Term, Work, model_work
 
@@ -117,18 +114,9 @@ def test_a_machine_of_the_catalogue() -> None:
         machine(cards["mtt-s5000"], 0, fp8=True, compute=exactly(0.3), memory=exactly(0.6))
 
 
-def test_transfer_and_conversion() -> None:
-    found = transfer_seconds(3.54e9, line=exactly(50e9), share=Interval(0.8, 0.82, 1.0), nics=8)
-    assert found.low == pytest.approx(8.85e-3)
-    assert found.value == pytest.approx(8.85e-3 / 0.82)
-    assert conversion_seconds(DEFAULTS.kernels, "narrow", 2e9, 1e9) == pytest.approx(3e9 / DEFAULTS.kernels.narrow)
-
-
 @pytest.mark.parametrize("point", [Point(0, 1.0), Point(5, -1.0), Point(5, 1.0, 1.0)])
 def test_points_that_are_none_are_refused(point: Point) -> None:
     with pytest.raises(ConfigError, match="hit"):
         fit_efficiency(WORK, [point], 1e15)
-    with pytest.raises(ConfigError, match="one NIC"):
-        transfer_seconds(1.0, line=exactly(1.0), share=exactly(1.0), nics=0)
     with pytest.raises(ConfigError, match="batch"):
         Weights(1.0, 1.0).read(0)

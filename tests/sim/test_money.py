@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from decimal import Decimal
 
 import pytest
@@ -36,8 +37,25 @@ def test_a_plan_s_money_is_of_its_rate_mix_and_servers() -> None:
     load = of_lengths(Lengths(8_000), Lengths(400), 4.0, hit=0.25)
     plan = answer(Ask("glm-4.5-air", Pool("h200", kv="fp8_e4m3,page=64"), Pool("h200", kv="fp8_e4m3,page=64"), load, Slo(3.0, 0.05)), changes=False)  # fmt: skip
     found = of_plan(plan, PRICE)
+    assert found is not None
     assert found.tokens_per_s == Decimal("32000.0")
     assert found.mix == Mix(Decimal("0.25"), Decimal("0.05"))
     assert found.revenue == revenue(Decimal(32_000), PRICE, found.mix)
     assert [item.count for item in found.bill.items] == [plan.prefill.servers, plan.decode.servers, 1]
     assert found.cost_per_million.low <= found.cost_per_million.value <= found.cost_per_million.high
+
+
+def test_servers_that_bear_less_earn_less() -> None:
+    load = of_lengths(Lengths(8_000), Lengths(400), 40.0)
+    ask = Ask("glm-4.5-air", Pool("h200", 1), Pool("h200", 1, cards=4), load, Slo(3.0, 0.05))
+    plan = answer(ask, changes=False)
+    found = of_plan(plan, PRICE)
+    assert found is not None
+    assert not plan.fits
+    assert float(found.tokens_per_s) == pytest.approx(plan.most.value * 8_000)
+    assert found.note == f"at {plan.most.value:.4g} requests/s, what these servers bear of the 40 asked"
+    # The catalogue prices a server of 8 H200; decode's has 4, which are bought as cards.
+    assert [(i.what, i.count) for i in found.bill.items][1] == ("decode: card NVIDIA H200 SXM", 4)
+    assert "price of the server around 4 NVIDIA H200 SXM" in found.bill.missing
+    never = answer(replace(ask, slo=Slo(1e-6, 0.05)), changes=False)
+    assert of_plan(never, PRICE) is None

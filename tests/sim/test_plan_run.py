@@ -48,6 +48,9 @@ def test_what_cannot_be_simulated() -> None:
     plan = answer(ask(), changes=False)
     with pytest.raises(ConfigError, match="give 100 to"):
         simulate(plan, 3)
+    many = answer(ask(prefill=replace(PREFILL, servers=1000), decode=replace(DECODE, servers=101)), changes=False)
+    with pytest.raises(ConfigError, match="101,000 pairs of instances"):
+        simulate(many, 100)
     loops = Trace("loops", 512, (Arrival(0.0, 5000, 5, ()), Arrival(0.0, 5000, 5, (), after=0, think_s=1.0)))
     with pytest.raises(ConfigError, match="wait for one another"):
         simulate(plan, 100, trace=loops)
@@ -56,3 +59,11 @@ def test_what_cannot_be_simulated() -> None:
 def test_sending_less_carries_less() -> None:
     whole, less = (simulate(answer(replace(ask(), delta=d), changes=False), 400) for d in (False, True))
     assert less.ttft.mean <= whole.ttft.mean
+
+
+@pytest.mark.parametrize("output", [Lengths(1), Lengths(2, 9)])
+def test_an_answer_of_one_token_keeps_to_any_time_per_token(output: Lengths) -> None:
+    load = of_lengths(Lengths(6000), output, 3.0)
+    run = simulate(answer(ask(workload=load), changes=False), 300)
+    assert run.complete == 1.0
+    assert run.tpot.met == 1.0

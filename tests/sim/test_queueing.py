@@ -17,7 +17,6 @@ from regauge.sim.queueing import (
     condensed,
     erlang_b,
     erlang_c,
-    exponential,
     moments,
     percentile,
     poisson_below,
@@ -28,6 +27,8 @@ from regauge.sim.queueing import (
     wait,
 )
 
+EXPONENTIAL = Moments(1.0, 2.0, 6.0)
+"""Of a mean of 1 s."""
 ONE = (np.array([0.0]), np.array([1.0]))
 
 
@@ -43,17 +44,17 @@ def test_erlang_c_is_the_textbook_s() -> None:
 
 
 def test_one_server_waits_as_pollaczek_and_khinchine_say() -> None:
-    m_m_1 = wait(0.8, 1, exponential(1.0))
+    m_m_1 = wait(0.8, 1, EXPONENTIAL)
     assert m_m_1.mean == pytest.approx(4.0)
     assert percentile(0.9, *ONE, m_m_1) == pytest.approx(log(0.8 / 0.1) / 0.2)
     m_d_1 = wait(0.8, 1, Moments(1.0, 1.0, 1.0))
     assert m_d_1.mean == pytest.approx(2.0)
-    assert wait(1.0, 1, exponential(1.0)).endless
-    assert wait(0.0, 1, exponential(1.0)).mean == 0.0
+    assert wait(1.0, 1, EXPONENTIAL).endless
+    assert wait(0.0, 1, EXPONENTIAL).mean == 0.0
 
 
 def test_several_exponential_servers_wait_exactly() -> None:
-    found = wait(2.0, 3, exponential(1.0))
+    found = wait(2.0, 3, EXPONENTIAL)
     assert found.mean == pytest.approx(4 / 9)
     assert found.later(np.array([0.0, 1.0])) == pytest.approx([4 / 9, 4 / 9 * exp(-1.0)])
 

@@ -223,6 +223,14 @@ def test_a_switch_that_is_too_small_says_which_fabric_would_do() -> None:
     assert wide.remedies[-1].startswith("network: a fat tree of ")
 
 
+def test_ports_are_no_slower_than_the_nics() -> None:
+    slow = msgspec.structs.replace(shipped().switches["64x400g"], gbit_per_s=figure(25))
+    mine = msgspec.structs.replace(catalogue(), switches={"slow": slow})
+    load = of_lengths(Lengths(1000), Lengths(100), 20.0)
+    plan = answer(Ask("llama-3.1-8b", pool(), pool(), load, Slo(0.6, 0.03), "slow", mine), changes=False)
+    assert "network: NICs of prefill are of 100 Gbit/s, ports of 64 ports of 400G of 25" in plan.problems[0]
+
+
 def test_conversion_is_decided_by_the_planner_of_layouts() -> None:
     narrow = answer(ask(decode=pool(kv="fp8_e4m3,page=64")), changes=False)
     assert narrow.network.path == "CONVERT"

@@ -64,6 +64,7 @@ def test_a_trace_says_rate_and_reuse() -> None:
     load = of_trace(Trace("t", 10, arrivals((1, 2), (1, 2), (1, 3))))
     assert (load.rate, load.arrival_cv2) == (1.0, 0.0)
     assert list(load.cached) == [0, 20, 10]
+    assert load.name == "t, cached as by one endless cache"
     assert of_trace(Trace("t", 10, arrivals((1,), (1,))), rate=8.0).rate == 8.0
     assert of_trace(Trace("t", 0, arrivals((), ())), hit=0.5).hit == pytest.approx(0.5)
 
@@ -77,6 +78,8 @@ def test_what_a_trace_does_not_say_is_asked_for() -> None:
         of_trace(Trace("t", 10, ()))
     with pytest.raises(ConfigError, match="positive number"):
         of_trace(Trace("t", 10, arrivals((1,), (1,))), cache_tokens=-1.0)
+    with pytest.raises(ConfigError, match="positive number"):
+        of_trace(Trace("t", 10, arrivals((1,), (1,))), cache_tokens=nan)
 
 
 def test_many_requests_become_fewer_with_the_same_means() -> None:
@@ -87,6 +90,7 @@ def test_many_requests_become_fewer_with_the_same_means() -> None:
     load = of_trace(Trace("t", 512, asked))
     assert len(load.prompt) < 2100
     assert load.mean(load.prompt) == pytest.approx(np.mean([a.tokens for a in asked]))
+    assert load.prompt_p99 == np.quantile([a.tokens for a in asked], 0.99)
     assert load.mean(load.output) == pytest.approx(np.mean([a.output for a in asked]))
     fresh = load.prompt - load.cached
     whole = np.array([a.tokens for a in asked], float) - np.minimum(

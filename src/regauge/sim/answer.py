@@ -159,9 +159,9 @@ def _mix(found: Facts, states: list[State]) -> Mix:
     load = found.ask.workload
     prompt, cached, output = (load.mean(x) for x in (load.prompt, load.cached, load.output))
     order = np.argsort(load.prompt)
-    p99 = float(load.prompt[order][np.searchsorted(np.cumsum(load.weight[order]), 0.99 * load.weight.sum())])
+    own = float(load.prompt[order][np.searchsorted(np.cumsum(load.weight[order]), 0.99 * load.weight.sum())])
     return Mix(
-        load.name, load.rate, prompt, p99, prompt - cached, output, load.hit, load.rate * prompt, load.rate * cached,
+        load.name, load.rate, prompt, load.prompt_p99 or own, prompt - cached, output, load.hit, load.rate * prompt, load.rate * cached,
         load.rate * output, interval(s.service.cv2 for s in states),
     )  # fmt: skip
 

@@ -64,7 +64,7 @@ class Article:
     """The likeliest model with other decode devices."""
     price: Listed
     money: Money
-    """Of one prefill server's share of the deployment, at the rate of 64K."""
+    """Of the whole deployment, its prefill servers at the rate of 64K."""
     implied: tuple[HitFor, ...]
     air: float
     """Fitted efficiency at 90 % cached of cards cooled by air."""

@@ -47,7 +47,7 @@ class Assumed:
 
 ASSUMED: Mapping[str, Assumed] = {
     "compute": Assumed(
-        "part of the peak rate that prefill reaches", COMPUTE,
+        "part of the peak rate that is reached, by prefill or by a decode step that computing binds", COMPUTE,
         "vendor with SiliconFlow, Dec 2025: DeepSeek-V3 at over 4,000 tokens/s a card of 1 PFLOPS is 0.3; 0.12 fits the article's "
         "two rates to GLM-5.2 at 90 % hits; 0.5 is assumed",
     ),
@@ -147,12 +147,28 @@ class Ask:
             raise ConfigError(f"slo.share {slo.share:g}: a share between 0 and 1, such as 0.9 for the 90th percentile")
         if not 1 <= self.chunk_tokens <= 1 << 24:
             raise ConfigError(f"chunk_tokens {self.chunk_tokens}: give 1 to {1 << 24}")
+        _check_points(self)
         for what, billions in (("total_b", self.total_b), ("active_b", self.active_b)):
             if not 0.0 <= billions < 1e6:
                 raise ConfigError(f"{what} {billions:g}: parameters in 10^9, positive")
 
 
 T = TypeVar("T")
+
+
+def _check_points(ask: Ask) -> None:
+    """Rates fix one constant, the part of the peak rate: nothing may stand beside it or in its place."""
+    if not ask.points:
+        return
+    card = known(ask.catalogue.accelerators, ask.prefill.device, "prefill.device")
+    if card.prefill_csv:
+        raise ConfigError(
+            f"points: {card.name} has a measured prefill curve, which counts in their place: give one or the other"
+        )
+    if ask.prefill.overhead_s:
+        raise ConfigError(
+            "points: rates fix one constant, to which prefill.overhead would come on top: give one or the other"
+        )
 
 
 def known(
@@ -176,10 +192,16 @@ def _check_pool(pool: Pool, name: str, catalogue: Catalogue) -> None:
         known(catalogue.nics, pool.nic, f"{name}.nic")
     if not pool.cards and card.cards is None:
         raise ConfigError(
-            f"{name}.cards: the catalogue does not say how many {card.name} a server has: give --{name}-cards"
+            f"{name}.cards: the catalogue does not say how many {card.name} a server has: give cards=N in --{name}"
         )
     if not pool.nic and not card.nic:
-        raise ConfigError(f"{name}.nic: the catalogue does not say which NIC {card.name} has: give --{name}-nic")
+        raise ConfigError(
+            f"{name}.nic: the catalogue does not say which NIC {card.name} has: give nic=NAME in --{name}"
+        )
+    if not pool.nics and card.nics is None:
+        raise ConfigError(
+            f"{name}.nics: the catalogue does not say how many NICs a server of {card.name} has: give nics=N in --{name}"
+        )
     _check_counts(pool, name)
     if not 1.0 <= pool.weight_bits <= 32.0:
         raise ConfigError(f"{name}.weight_bits {pool.weight_bits:g}: give 1 to 32 bits a parameter")
@@ -202,6 +224,10 @@ def _check_counts(pool: Pool, name: str) -> None:
     ):  # fmt: skip
         if not 0 <= value <= most:
             raise ConfigError(f"{name}.{what} {value}: give 1 to {most}, or 0 to have it found")
+    if pool.servers and pool.span > pool.servers:
+        raise ConfigError(
+            f"{name}.span {pool.span}: an instance cannot span more servers than the {pool.servers} given"
+        )
     for what, value in (("rails", pool.rails), ("copies", pool.copies)):
         if not 1 <= value <= 1024:
             raise ConfigError(f"{name}.{what} {value}: give 1 to 1024")

@@ -6,7 +6,6 @@ Colours are Okabe and Ito's, which colour-blind people tell apart; each line has
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
@@ -15,17 +14,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from regauge.errors import ConfigError
 from regauge.sim import series
 from regauge.sim.log import Log
+from regauge.sim.pictures import saved
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#E69F00", "#56B4E9")
 DASHES = ("-", (0, (5, 2)), (0, (1, 1.2)), (0, (6, 2, 1, 2)), (0, (3, 1.5)), (0, (8, 2, 1, 1, 1, 2)), (0, (2, 3)))
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
-ENDINGS = (".png", ".svg")
 MOSTLY = 0.95
 """A run over time is drawn until so many requests are over, if the rest take as long again."""
 MOST_LINES = 8
@@ -33,8 +31,8 @@ MOST_LINES = 8
 
 
 def ttft_by_case(path: Path, logs: Mapping[str, Log], *, subject: str, slo_s: float | None = None) -> None:
-    """Draw the distribution of times to the first token, a line for each case. Raises ConfigError as `_saved`."""
-    with _saved(path, (7.2, 4.4)) as figure:
+    """Draw the distribution of times to the first token, a line for each case. Raises ConfigError as `saved`."""
+    with saved(path, (7.2, 4.4)) as figure:
         axes = figure.subplots()
         shown = list(logs.items())[:MOST_LINES]
         for number, (case, log) in enumerate(shown):
@@ -71,13 +69,13 @@ class Limits:
 
 
 def over_time(path: Path, log: Log, *, subject: str, limits: Limits) -> None:
-    """Draw one run over time: requests waiting and computed; what decode receives; KV that it holds. Raises ConfigError as `_saved`."""
+    """Draw one run over time: requests waiting and computed; what decode receives; KV that it holds. Raises ConfigError as `saved`."""
     at, whole = series.span(log, share=MOSTLY), series.span(log)
     if len(log) and whole[-1] - whole[0] < 2 * (at[-1] - at[0]):
         at = whole
     elif len(log):  # sessions that think for hours
         subject += f", until {MOSTLY:.0%} of the requests are over"
-    with _saved(path, (7.2, 6.4)) as figure:
+    with saved(path, (7.2, 6.4)) as figure:
         queue, nics, held = figure.subplots(3, sharex=True)
         _steps(queue, 0, at, series.waiting(log, at), "wait")
         _steps(queue, 1, at, series.computing(log, at), "prompt is being computed")
@@ -139,33 +137,3 @@ def _line(axes: Any, number: int, x: series.Array, y: series.Array, label: str) 
 
 def _steps(axes: Any, number: int, x: series.Array, y: series.Array, label: str) -> None:
     axes.plot(x, y, color=COLOURS[number], linestyle=DASHES[number], linewidth=1.3, label=label, drawstyle="steps-post")
-
-
-@contextmanager
-def _saved(path: Path, size: tuple[float, float]) -> Iterator[Any]:
-    """Give an empty figure, and write it after.
-
-    Raises ConfigError without matplotlib, for another ending than .png or .svg, and where the file cannot be written.
-    """
-    if path.suffix not in ENDINGS:
-        raise ConfigError(f"{path}: end it in .png or .svg")
-    try:
-        import matplotlib as mpl
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError("pictures need matplotlib: pip install 'regauge[plan]'") from error
-    look = {
-        "svg.hashsalt": "regauge", "svg.fonttype": "none", "axes.grid": True, "grid.color": "#dddddd",
-        "grid.linewidth": 0.6, "axes.spines.top": False, "axes.spines.right": False, "font.size": 9,
-        "font.family": "DejaVu Sans", "axes.axisbelow": True,
-    }  # fmt: skip
-    with mpl.rc_context(look):
-        figure = Figure(figsize=size, layout="constrained")
-        FigureCanvasAgg(figure)
-        yield figure
-        told = {"Date": None} if path.suffix == ".svg" else {"Software": None}
-        try:
-            figure.savefig(path, dpi=120, metadata=told)
-        except OSError as error:
-            raise ConfigError(f"{path}: cannot be written: {error.strerror}") from error

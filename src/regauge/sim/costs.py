@@ -39,7 +39,11 @@ class Bought:
     device: str
     servers: int
     nics: int = 0
-    """Of a server; 0: as the catalogue says. Bought apart only where the server's price has none."""
+    """Of a server; 0: as the catalogue says. Bought apart only where the server's price is not known."""
+    cards: int = 0
+    """Of a server; 0: as the catalogue says. With another number the catalogue's server is another one: its price and power do not count."""
+    nic: str = ""
+    """Its key; none: as the catalogue says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +152,7 @@ def bill(bought: Sequence[Bought], switch: str, switches: int, catalogue: Catalo
         missing.append(f"power of the switch, {kind.name}")
     elif switches and kind.power_w is not None:
         watts = watts + of(kind.power_w) * exactly(switches)
-    return Bill(currency, tuple(items), watts, tuple(missing))
+    return Bill(currency, tuple(items), watts, tuple(dict.fromkeys(missing)))
 
 
 def price_in(figure: Figure, currency: str, catalogue: Catalogue) -> Interval:
@@ -196,9 +200,10 @@ def break_even(cost: Interval, rates: Rates, mix: Mix) -> BreakEven:
 
 def _servers(each: Bought, card: Accelerator, catalogue: Catalogue, currency: str, missing: list[str]) -> list[Item]:
     name = f"{each.what}: server of {card.name}"
-    if card.server_price is not None:
+    usual = int(card.cards.value) if card.cards is not None else 0
+    cards = each.cards or usual
+    if card.server_price is not None and cards == usual:
         return [Item(name, each.servers, price_in(card.server_price, currency, catalogue), _source(card.server_price))]
-    cards = int(card.cards.value) if card.cards is not None else 0
     if card.price is None or not cards:
         missing.append(f"price of {card.name}, its card or its server")
         return []
@@ -211,7 +216,7 @@ def _servers(each: Bought, card: Accelerator, catalogue: Catalogue, currency: st
             _source(card.price),
         )
     ]
-    nic = catalogue.nics.get(card.nic or "400g")
+    nic = catalogue.nics.get(each.nic or card.nic or "400g")
     nics = each.nics or (int(card.nics.value) if card.nics is not None else 0)
     if nic is None or nic.price is None:
         missing.append(f"price of the NICs of {card.name}")
@@ -228,13 +233,15 @@ def _servers(each: Bought, card: Accelerator, catalogue: Catalogue, currency: st
 
 
 def _watts(each: Bought, card: Accelerator, missing: list[str]) -> Interval:
-    if card.server_power_w is not None:
+    usual = int(card.cards.value) if card.cards is not None else 0
+    cards = each.cards or usual
+    if card.server_power_w is not None and cards == usual:
         return of(card.server_power_w) * exactly(each.servers)
-    if card.power_w is None or card.cards is None:
+    if card.power_w is None or not cards:
         missing.append(f"power of {card.name}")
         return _NOTHING
-    missing.append(f"power of the server around {int(card.cards.value)} {card.name}")
-    return of(card.power_w) * exactly(card.cards.value * each.servers)
+    missing.append(f"power of the server around {cards} {card.name}")
+    return of(card.power_w) * exactly(cards * each.servers)
 
 
 def _per_usd(currency: str, catalogue: Catalogue) -> Interval:

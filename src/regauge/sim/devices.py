@@ -181,15 +181,6 @@ def shipped() -> Catalogue:
     return _whole(found)
 
 
-def device(devices: Mapping[str, D], key: str) -> D:
-    """Return a device by key. Raises ConfigError naming the known ones."""
-    if key not in devices:
-        raise ConfigError(
-            f"no device {key!r} in the catalogue; known: {', '.join(sorted(devices))}; add a file with your own"
-        )
-    return devices[key]
-
-
 def curves(accelerator: Accelerator) -> Curves:
     """Read the measured curves that an accelerator names. Raises ConfigError with file and line."""
     prefill, decode = (

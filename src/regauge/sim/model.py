@@ -1,4 +1,4 @@
-"""How long prefill, a decode step and a transfer take, with how far each may be off. A model: what it says is not measured.
+"""How long prefill and a decode step take, with how far each may be off. A model: what it says is not measured.
 
 Every uncertain number is an `Interval`; what is computed of them is computed for the lowest, the likeliest and the highest, so that a
 result's limits hold if all inputs err the same way at once.
@@ -8,8 +8,6 @@ result's limits hold if all inputs err the same way at once.
 | prefill | overhead + operations / (rate x compute) | roofline (Williams et al., 2009): prefill of long prompts is bound by compute |
 | decode step | overhead + max((weights read + KV read) / (bandwidth x memory), operations / (rate x compute)) | the same, bound by memory |
 | weights read | total x (1 - (1 - active / total)^batch) | distinct experts of `batch` independent uniform draws |
-| transfer | bytes / (line rate x share x NICs) | the share is the measured part of the line that payload reaches |
-| conversion | (bytes read + bytes written) / rate of the kernel | `plan.cost.KernelConstants` |
 """
 
 from __future__ import annotations
@@ -19,7 +17,6 @@ from dataclasses import dataclass
 from math import inf, isfinite
 
 from regauge.errors import ConfigError
-from regauge.plan.cost import Conversion, KernelConstants
 from regauge.sim.devices import Accelerator, Curves, Figure, curves
 from regauge.sim.work import Work
 
@@ -188,16 +185,3 @@ def decode_seconds(
     computed = exactly(batch * work.operations(context, context + 1)) / (on.rate * on.compute)
     slower = Interval(max(read.low, computed.low), max(read.value, computed.value), max(read.high, computed.high))
     return exactly(on.step_overhead) + slower
-
-
-def transfer_seconds(nbytes: float, *, line: Interval, share: Interval, nics: int = 1) -> Interval:
-    """Return the seconds of moving bytes over `nics` NICs alone; `line` in bytes per second of one."""
-    if nics < 1 or nbytes < 0.0:
-        raise ConfigError("transfer: one NIC or more, bytes not negative")
-    return exactly(nbytes / nics) / (line * share)
-
-
-def conversion_seconds(kernels: KernelConstants, kind: Conversion, read: float, written: float) -> float:
-    """Return the seconds of converting so many bytes into so many others at the measured rate."""
-    rate: float = getattr(kernels, kind)
-    return (read + written) / rate

@@ -6,10 +6,9 @@ Revenue is an upper bound: every token of the stated rate is sold at the list pr
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import Decimal
 
-from regauge.errors import ConfigError
 from regauge.sim.costs import Bill, Bought, BreakEven, Cost, Terms, bill, break_even, for_million, month
 from regauge.sim.devices import Catalogue
 from regauge.sim.model import Interval
@@ -40,6 +39,8 @@ class Money:
     even: BreakEven
     surface: Surface
     """Revenue of a month for all list prices of that currency, over hit shares."""
+    note: str = ""
+    """What the rate is, where it is not the one that was asked for."""
 
 
 def at_rate(
@@ -58,14 +59,25 @@ def at_rate(
     )  # fmt: skip
 
 
-def of_plan(plan: Plan, price: Listed, terms: Terms = USUAL) -> Money:
-    """Return a month's revenue and cost of a plan at the rate that it was asked for, its switches counted by their ports."""
-    rate = exact(plan.mix.prompt_tokens_per_s, "tokens per second")
-    if plan.mix.prompt <= 0.0:
-        raise ConfigError("the plan's workload has no prompt tokens to price")
+def of_plan(plan: Plan, price: Listed, terms: Terms = USUAL) -> Money | None:
+    """Return a month's revenue and cost of a plan at the rate that it was asked for, or what its servers bear of it; None: they bear none.
+
+    Servers are counted with the plan's own cards and NICs, switches by their ports; what joins several switches is named as missing.
+    """
+    asked, most = plan.mix.rate, plan.most.low if plan.ask.sure else plan.most.value
+    borne = asked if plan.fits else min(asked, most)
+    if borne <= 0.0:
+        return None
+    rate = exact(borne * plan.mix.prompt, "tokens per second")
     mix = Mix(exact(round(plan.mix.hit, 6)), exact(round(plan.mix.output / plan.mix.prompt, 6)))
-    sides = [Bought(p.side, p.device, p.servers, p.nics) for p in (plan.prefill, plan.decode)]
-    switches = -(-plan.network.ports // plan.network.ports_of) if plan.network.ports_of else 0
-    return at_rate(
+    sides = [Bought(p.side, p.device, p.servers, p.nics, p.cards, p.nic) for p in (plan.prefill, plan.decode)]
+    switches = -(-plan.network.ports // plan.network.ports_of)
+    found = at_rate(
         rate, price, mix, sides, switch=plan.ask.switch, switches=switches, catalogue=plan.ask.catalogue, terms=terms
     )
+    if borne < asked:
+        found = replace(found, note=f"at {borne:.4g} requests/s, what these servers bear of the {asked:.4g} asked")
+    if switches > 1:
+        more = f"ports and switches that join {switches} of {plan.network.switch}"
+        found = replace(found, bill=replace(found.bill, missing=(*found.bill.missing, more)))
+    return found

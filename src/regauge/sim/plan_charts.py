@@ -5,8 +5,7 @@ Colours are Okabe and Ito's, which colour-blind people tell apart; markers and d
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
@@ -14,14 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from regauge.errors import ConfigError
 from regauge.sim.claims import PLAUSIBLE, Findings
+from regauge.sim.pictures import saved
 from regauge.sim.plan_result import Plan
 from regauge.sim.revenue import MILLION, tokens
 
 BLUE, RED, GREEN, PURPLE, ORANGE = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00"
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
-ENDINGS = (".png", ".svg")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +38,13 @@ def revenue_surface(
 ) -> None:  # fmt: skip
     """Draw a month's revenue over hit share and uncached price, cached tokens costing `ratio` of it, with lines of equal revenue.
 
-    `stated`: the revenue whose line is drawn bold. `prices`: list prices as dashed lines. Raises ConfigError as `_saved`.
+    `stated`: the revenue whose line is drawn bold. `prices`: list prices as dashed lines. Raises ConfigError as `saved`.
     """
     top = max([*prices.values(), *(m.uncached for m in marked)]) * 1.5
     hits, price = np.linspace(0.0, 1.0, 41), np.linspace(0.0, top, 49)
     scale = float(tokens(tokens_per_s) / MILLION)
     earned = scale * price[:, None] * (hits * ratio + 1.0 - hits)[None, :]
-    with _saved(path, (7.2, 4.8)) as figure:
+    with saved(path, (7.2, 4.8)) as figure:
         axes = figure.subplots()
         axes.grid(visible=False)
         shade = axes.contourf(hits, price, earned / 1e3, levels=30, cmap="cividis")
@@ -92,9 +90,9 @@ def revenue_surface(
 
 
 def efficiencies(path: Path, found: Findings) -> None:
-    """Draw what part of the peak rate each candidate model asks for at each claimed rate. Raises ConfigError as `_saved`."""
+    """Draw what part of the peak rate each candidate model asks for at each claimed rate. Raises ConfigError as `saved`."""
     claim = found.claim
-    with _saved(path, (7.2, 0.55 * len(found.candidates) + 1.6)) as figure:
+    with saved(path, (7.2, 0.55 * len(found.candidates) + 1.6)) as figure:
         axes = figure.subplots()
         axes.axvspan(PLAUSIBLE.low, PLAUSIBLE.high, color="#eeeeee", zorder=0)
         axes.annotate(
@@ -121,10 +119,10 @@ def efficiencies(path: Path, found: Findings) -> None:
 
 
 def loads(path: Path, plan: Plan) -> None:
-    """Draw what each constraint asks for in servers, on both sides, with its range. Raises ConfigError as `_saved`."""
+    """Draw what each constraint asks for in servers, on both sides, with its range. Raises ConfigError as `saved`."""
     rows = [(pool, need) for pool in (plan.prefill, plan.decode) for need in pool.needs]
     most = 2.0 * max(max(min(need.exact, need.servers.value), pool.servers) for pool, need in rows)
-    with _saved(path, (7.2, 0.36 * len(rows) + 1.7)) as figure:
+    with saved(path, (7.2, 0.36 * len(rows) + 1.7)) as figure:
         axes = figure.subplots()
         axes.grid(visible=False, axis="y")
         seen: set[str] = set()
@@ -154,10 +152,10 @@ def loads(path: Path, plan: Plan) -> None:
 
 
 def what_if(path: Path, plan: Plan) -> None:
-    """Draw servers, and the rate that they bear, as planned and with one thing changed. Raises ConfigError as `_saved`."""
+    """Draw servers, and the rate that they bear, as planned and with one thing changed. Raises ConfigError as `saved`."""
     rows = [("as planned", plan.prefill.servers, plan.decode.servers, plan.most.value, plan.fits)]
     rows += [(w.change, w.prefill, w.decode, w.most, w.note.startswith("fits")) for w in plan.what_if]
-    with _saved(path, (8.4, 0.34 * len(rows) + 1.8)) as figure:
+    with saved(path, (8.4, 0.34 * len(rows) + 1.8)) as figure:
         servers, rate = figure.subplots(1, 2, sharey=True, width_ratios=(1, 1))
         for axes in (servers, rate):
             axes.grid(visible=False, axis="y")
@@ -197,33 +195,3 @@ def _round_levels(most: float) -> list[float]:
     step = 10.0 ** np.floor(np.log10(most / 2.0))
     step = next(step * k for k in (0.5, 1, 2, 2.5, 5, 10) if most / (step * k) <= 7.0)
     return [float(x) for x in np.arange(step, most, step)]
-
-
-@contextmanager
-def _saved(path: Path, size: tuple[float, float]) -> Iterator[Any]:
-    """Give an empty figure, and write it after.
-
-    Raises ConfigError without matplotlib, for another ending than .png or .svg, and where the file cannot be written.
-    """
-    if path.suffix not in ENDINGS:
-        raise ConfigError(f"{path}: end it in .png or .svg")
-    try:
-        import matplotlib as mpl
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError("pictures need matplotlib: pip install 'regauge[plan]'") from error
-    look = {
-        "svg.hashsalt": "regauge", "svg.fonttype": "none", "axes.grid": True, "grid.color": "#dddddd", "grid.linewidth": 0.6,
-        "axes.spines.top": False, "axes.spines.right": False, "font.size": 9, "font.family": "DejaVu Sans", "axes.axisbelow": True,
-        "hatch.linewidth": 0.6,
-    }  # fmt: skip
-    with mpl.rc_context(look):
-        figure = Figure(figsize=size, layout="constrained")
-        FigureCanvasAgg(figure)
-        yield figure
-        told = {"Date": None} if path.suffix == ".svg" else {"Software": None}
-        try:
-            figure.savefig(path, dpi=120, metadata=told)
-        except OSError as error:
-            raise ConfigError(f"{path}: cannot be written: {error.strerror}") from error

@@ -29,6 +29,7 @@ def plain(plan: Plan, money: Money | None = None, run: Simulated | None = None) 
         "sure": ask.sure,
         "delta": ask.delta,
         "chunk_tokens": ask.chunk_tokens,
+        "points": _plain(ask.points),
     }
     found: dict[str, Any] = {"modelled": True, "fits": plan.fits, "ask": asked}
     found |= {name: _plain(getattr(plan, name)) for name in _ANSWER}

@@ -16,6 +16,7 @@ from regauge.errors import ConfigError
 from regauge.sim.cluster import Cluster
 from regauge.sim.engines import DecodeModel, PrefillModel
 from regauge.sim.fleet import Fleet
+from regauge.sim.log import Log
 from regauge.sim.model import decode_seconds, prefill_seconds
 from regauge.sim.plan_result import Plan
 from regauge.sim.pools import Facts, facts
@@ -25,6 +26,8 @@ from regauge.sim.workload import Floats
 WARM = 0.1
 """Part of the requests that fill queues and caches and are not counted."""
 MAX_REQUESTS = 2_000_000
+MAX_PAIRS = 100_000
+"""Pairs of instances: the router knows a link of each, some 10 s to tell it all."""
 _PAGE = 64
 _BATCHES = 4096
 _BLOCK = 512
@@ -67,6 +70,11 @@ def simulate(plan: Plan, requests: int, *, trace: Trace | None = None, seed: int
     """
     if not 100 <= requests <= MAX_REQUESTS:
         raise ConfigError(f"--simulate {requests}: give 100 to {MAX_REQUESTS} requests")
+    p, d = plan.prefill, plan.decode
+    if (pairs := (p.servers // p.span) * (d.servers // d.span)) > MAX_PAIRS:
+        raise ConfigError(
+            f"--simulate: {pairs:,} pairs of instances, {MAX_PAIRS:,} at most: plan a part of the load on a part of the servers"
+        )
     found, slo = facts(plan.ask), plan.ask.slo
     asked = _drawn(found, requests, seed) if trace is None else _traced(found, trace, requests, seed)
     result = Fleet(_cluster(found, plan, trace), RouteConfig(), seed).run(asked, warm=int(len(asked) * WARM))
@@ -74,15 +82,19 @@ def simulate(plan: Plan, requests: int, *, trace: Trace | None = None, seed: int
     if not log.complete.any():
         raise ConfigError("the simulation completed no request: there is no room for any on these servers")
     return Simulated(
-        len(log), float(log.complete.mean()), _spread(log.ttft(), slo.ttft_s, len(log)), _spread(log.tpot(), slo.tpot_s, len(log)),
+        len(log), float(log.complete.mean()), _spread(log.ttft(), slo.ttft_s, log), _spread(log.tpot(), slo.tpot_s, log),
         result.hit if trace is not None else found.ask.workload.hit, result.prefill_busy, result.seconds,
     )  # fmt: skip
 
 
-def _spread(values: Floats, limit: float, of: int) -> Spread:
+def _spread(values: Floats, limit: float, log: Log) -> Spread:
+    """The times of complete requests; those of one token have no time per token, and keep to any limit."""
+    without = int(log.complete.sum()) - len(values)
+    met = (int((values <= limit).sum()) + without) / len(log)
+    if not len(values):
+        return Spread(0.0, 0.0, 0.0, 0.0, met)
     p50, p90, p99 = (float(x) for x in np.quantile(values, (0.5, 0.9, 0.99)))
-    # Requests of one token have no time per token, and keep to it.
-    return Spread(float(values.mean()), p50, p90, p99, float((values <= limit).sum() / of))
+    return Spread(float(values.mean()), p50, p90, p99, met)
 
 
 def _drawn(found: Facts, requests: int, seed: int) -> Sequence[Arrival]:

@@ -340,7 +340,7 @@ def _cards(ask: Ask, pool: Pool) -> tuple[Accelerator, int]:
 
 def _given(figure: Figure | None, field_: str, name: str) -> Figure:
     if figure is None:
-        raise ConfigError(f"{name}: no {field_} in the catalogue; give it, or add it in a file of your own")
+        raise ConfigError(f"{name}: no {field_} in the catalogue; add it in a file of your own")
     return figure
 
 

@@ -47,11 +47,6 @@ def moments(values: Floats, weight: Floats) -> Moments:
     return Moments(float(weight @ values), float(weight @ values**2), float(weight @ values**3))
 
 
-def exponential(mean: float) -> Moments:
-    """Return the moments of an exponential time."""
-    return Moments(mean, 2.0 * mean**2, 6.0 * mean**3)
-
-
 @dataclass(frozen=True, slots=True)
 class Wait:
     """Time in a queue: none with probability 1 - `chance`, else one of exponentials."""

@@ -57,7 +57,8 @@ def earnings(money: Money) -> list[str]:
     price, mix = money.price, money.mix
     unit = price.currency
     out = [
-        f"{money.tokens_per_s:,f} input tokens/s for 30 days are {money.tokens / 10**6:,.0f} M tokens. At {_share(mix.hit)} cached"
+        (f"Rate: {money.note}. " if money.note else "")
+        + f"{money.tokens_per_s:,f} input tokens/s for 30 days are {money.tokens / 10**6:,.0f} M tokens. At {_share(mix.hit)} cached"
         + (f" and {mix.output:g} output tokens for each input token" if mix.output else "")
         + f", {price.name} ({price.cached_input:g} / {price.uncached_input:g} / {price.output:g} {unit} per million cached, "
         f"uncached, output; {price.source}, {price.date}) earns {money.per_million:.4f} {unit} per million input tokens: "

@@ -16,7 +16,8 @@ from math import inf, isinf
 
 import numpy as np
 
-from regauge.sim.ask import NETWORK_MOST, Ask
+from regauge.errors import Refused
+from regauge.sim.ask import MAX_SERVERS, NETWORK_MOST, Ask
 from regauge.sim.plan_result import ENDLESS, Memory, Mix, Need, Network, Offload, Plan, PoolPlan, Times, WhatIf
 from regauge.sim.pools import Facts, Resident, Site, Step, Which, resident, seen, whole
 from regauge.sim.queueing import (
@@ -319,9 +320,15 @@ def _highest(holds: Callable[[float], bool], rate: float) -> float:
 
 def shape(facts: Facts) -> Shape:
     """Return the servers that a question gives, or as few as meet it; where no number does, as many as the constraints that can be met
-    ask for. Counted at the likeliest constants, or at the pessimistic ones if the question says so."""
+    ask for. Counted at the likeliest constants, or at the pessimistic ones if the question says so.
+
+    Raises Refused for more than `MAX_SERVERS`.
+    """
     which: Which = "low" if facts.ask.sure else "value"
     least = facts.prefill.spans[0]
+    busy = facts.ask.workload.rate * facts.ask.workload.mean(facts.prefill_s(least, which)) * least
+    if busy > MAX_SERVERS:
+        raise Refused((_too_many(facts.ask.workload.rate, busy),))
     hold = landed(facts, facts.prefill_s(least, which), 0.0, least, which)
     decode_span, decode = _fewest(facts.decode, lambda span: decode_needs(facts, span, which, hold))
     for _ in range(_ROUNDS):
@@ -337,6 +344,13 @@ def shape(facts: Facts) -> Shape:
             break
         decode_span, decode = span, count
     return found
+
+
+def _too_many(rate: float, busy: float) -> str:
+    return (
+        f"prefill: {rate:g} requests/s keep {busy:,.0f} servers busy, {MAX_SERVERS:,} are the most that are planned: split the deployment, "
+        "or give a lower rate"
+    )
 
 
 def beside(facts: Facts, decode: int, span: int, which: Which) -> tuple[float, float]:

@@ -37,7 +37,7 @@ def changes(ask: Ask, shape: Shape) -> Iterator[tuple[str, Ask]]:
         yield name, replace(ask, prefill=replace(ask.prefill, kv=prefill), decode=replace(ask.decode, kv=decode))
     for side, servers in (("prefill", shape.prefill_servers), ("decode", shape.decode_servers)):
         pool: Pool = getattr(ask, side)
-        if servers > 1:
+        if servers > max(pool.span, 1):
             yield f"one {side} server less", replace(ask, **{side: replace(pool, servers=servers - 1)})  # type: ignore[arg-type]
         if pool.servers:
             yield f"one {side} server more", replace(ask, **{side: replace(pool, servers=servers + 1)})  # type: ignore[arg-type]
@@ -52,7 +52,9 @@ def changes(ask: Ask, shape: Shape) -> Iterator[tuple[str, Ask]]:
     for nic in [n for n in _NICS if n != (ask.decode.nic or ask.catalogue.accelerators[ask.decode.device].nic)][:2]:
         pools = (replace(ask.prefill, nic=nic), replace(ask.decode, nic=nic))
         yield f"NICs of {nic.upper()}", replace(ask, prefill=pools[0], decode=pools[1])
-    yield "KV that decode has is not sent", replace(ask, delta=not ask.delta)
+    if load.hit > 0.0:
+        said = "all KV is sent, what decode has too" if ask.delta else "KV that decode has is not sent"
+        yield said, replace(ask, delta=not ask.delta)
 
 
 def with_hit(load: Workload, hit: float) -> Workload:

@@ -44,6 +44,13 @@ def problems(ask: Ask, state: State, prefill: PoolPlan, decode: PoolPlan, networ
             )
     if network.ports > network.ports_of:
         found.append(f"network: {network.ports} NICs need a port each, {network.switch} has {network.ports_of}")
+    port = ask.catalogue.switches[ask.switch].gbit_per_s
+    for pool in (prefill, decode):
+        line = ask.catalogue.nics[pool.nic].gbit_per_s
+        if port and line and line.value > port.value:
+            found.append(
+                f"network: NICs of {pool.side} are of {line.value:g} Gbit/s, ports of {network.switch} of {port.value:g}: give slower NICs or a faster switch"
+            )
     return tuple(found)
 
 

@@ -75,6 +75,8 @@ class Workload:
     """Requests per second."""
     arrival_cv2: float = 1.0
     """Squared coefficient of variation of the time between arrivals; 1: Poisson."""
+    prompt_p99: float = 0.0
+    """99th percentile of the prompts' tokens, where the sample is coarser than what it stands for; 0: the sample's own."""
 
     def __post_init__(self) -> None:
         if not 0.0 < self.rate < inf:
@@ -104,7 +106,7 @@ def of_lengths(
     prompts, outputs = np.repeat(p, len(o)), np.tile(o, len(p))
     weights = np.outer(wp, wo).ravel()
     name = f"{_text(prompt)} tokens in, {_text(output)} out"
-    return Workload(name, prompts, prompts * hit, outputs, weights, rate, arrival_cv2)
+    return Workload(name, prompts, prompts * hit, outputs, weights, rate, arrival_cv2, prompt.p99)
 
 
 def of_trace(
@@ -119,26 +121,30 @@ def of_trace(
     arrivals: Sequence[Arrival] = trace.arrivals
     if not arrivals:
         raise ConfigError(f"{trace.name}: no requests")
-    if cache_tokens <= 0.0:
+    if not cache_tokens > 0.0:
         raise ConfigError(f"cache of {cache_tokens:g} tokens: give a positive number")
     if trace.tick_s:
         arrivals = spread(arrivals, seed, trace.tick_s)
     prompt = np.array([a.tokens for a in arrivals], float)
+    name = trace.name
     if hit is not None:
         cached = prompt * _share(hit)
     elif trace.block:
         cached = np.minimum(np.array(cached_tokens(arrivals, trace.block, cache_tokens), float), prompt - 1.0)
+        size = "endless cache" if cache_tokens == inf else f"cache of {cache_tokens:,.0f} tokens"
+        name = f"{trace.name}, cached as by one {size}"
     else:
         raise ConfigError(f"{trace.name}: says nothing of reuse: give the cached share as --hit, 0 for none")
     own, cv2 = _pace(trace, arrivals)
     if rate is None and own is None:
         raise ConfigError(f"{trace.name}: its requests wait for one another, or come at one time: give --rate")
     output = np.array([a.output for a in arrivals], float)
+    p99 = float(np.quantile(prompt, 0.99))
     weight = np.full(len(arrivals), 1.0 / len(arrivals))
     sample = (prompt, cached, output, weight)
     if len(prompt) > _WHOLE:
         sample = _cells(*sample)
-    return Workload(trace.name, *sample, float(own if rate is None else rate), cv2)  # type: ignore[arg-type]
+    return Workload(name, *sample, float(own if rate is None else rate), cv2, p99)  # type: ignore[arg-type]
 
 
 def _pace(trace: Trace, arrivals: Sequence[Arrival]) -> tuple[float | None, float]:
