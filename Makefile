@@ -5,9 +5,10 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 VLLM := .venv-vllm
 SGLANG := .venv-sglang
+COMPILED := .venv-compiled
 ARGS ?=
 
-.PHONY: serve test test-chaos test-planes test-transports test-vllm test-sglang test-mixed test-postgres test-etcd test-simgrid bench bench-chaos bench-overload bench-vllm bench-sglang gpu check format clean
+.PHONY: serve test test-chaos test-planes test-transports test-vllm test-sglang test-mixed test-postgres test-etcd test-simgrid test-compiled bench bench-chaos bench-overload bench-vllm bench-sglang gpu check format clean
 
 serve: $(READY)  ## a real small model, served across a prefill and a decode process
 	$(BIN)/regauge serve $(ARGS)
@@ -40,6 +41,9 @@ test-etcd: $(READY)  ## workers in a real etcd: Debian's package
 test-simgrid: $(READY)  ## the simulated network against SimGrid: Debian's package, for the system's Python
 	scripts/install-simgrid
 	$(BIN)/python -m pytest tests/real_simgrid $(ARGS)
+
+test-compiled: $(COMPILED)/.ready  ## the router and the simulator compiled by mypyc, in an environment of its own: the same tests
+	$(COMPILED)/bin/python -m pytest tests/route tests/sim $(ARGS)
 
 test-mixed: $(READY) $(VLLM)/.ready $(SGLANG)/.ready  ## vLLM, SGLang and the embedded engine on either side of each other
 	$(BIN)/python -m pytest tests/real_mixed $(ARGS)
@@ -86,7 +90,7 @@ format: $(READY)
 	$(BIN)/ruff check --fix
 
 clean:
-	rm -rf build $(VENV) $(VLLM) $(SGLANG)
+	rm -rf build $(VENV) $(VLLM) $(SGLANG) $(COMPILED)
 
 $(READY): pyproject.toml CMakeLists.txt $(wildcard native/*)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "regauge needs Python 3.11 or newer: make PYTHON=python3.12 ...")'
@@ -103,6 +107,12 @@ $(VENV)/.transports: $(READY) scripts/install-transports
 
 $(VENV)/.postgres: $(READY) scripts/install-postgres
 	scripts/install-postgres $(BIN)/python
+	@touch $@
+
+$(COMPILED)/.ready: pyproject.toml CMakeLists.txt scripts/install-compiled $(wildcard native/* src/regauge/*.py src/regauge/*/*.py)
+	@echo "setting up $(COMPILED): the first time takes some minutes"
+	test -x $(COMPILED)/bin/python || $(PYTHON) -m venv $(COMPILED)
+	scripts/install-compiled $(COMPILED)/bin/python
 	@touch $@
 
 $(VLLM)/.ready: pyproject.toml scripts/install-vllm scripts/install-transports CMakeLists.txt $(wildcard native/*)
