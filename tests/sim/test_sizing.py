@@ -125,9 +125,12 @@ def test_the_highest_rate_is_one_that_is_met() -> None:
     assert not State(found, Shape(8, 1, 3, 1), most * 1.001, "value").holds()
 
 
-def servers(question: Ask) -> tuple[int, int]:
-    found = shape(facts(question))
-    return found.prefill_servers, found.decode_servers
+def no_more(few: Ask, many: Ask) -> None:
+    """A first token waits for a decode step, which other decode instances make longer or shorter: prefill's servers compare where those are the same."""
+    one, other = shape(facts(few)), shape(facts(many))
+    assert one.decode_servers <= other.decode_servers
+    if (one.decode, one.decode_span) == (other.decode, other.decode_span):
+        assert one.prefill_servers <= other.prefill_servers
 
 
 RATES = st.floats(0.5, 400.0)
@@ -137,32 +140,28 @@ QUICK = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCh
 @QUICK
 @given(rate=RATES, more=st.floats(1.0, 3.0), hit=st.floats(0.0, 0.9))
 def test_a_higher_rate_takes_no_fewer_servers(rate: float, more: float, hit: float) -> None:
-    few, many = servers(ask(rate, hit)), servers(ask(rate * more, hit))
-    assert few[0] <= many[0]
-    assert few[1] <= many[1]
+    no_more(ask(rate, hit), ask(rate * more, hit))
 
 
 @QUICK
 @given(rate=RATES, hits=st.tuples(st.floats(0.0, 0.95), st.floats(0.0, 0.95)))
 def test_a_higher_hit_rate_takes_no_more_prefill_servers(rate: float, hits: tuple[float, float]) -> None:
     low, high = sorted(hits)
-    assert servers(ask(rate, high))[0] <= servers(ask(rate, low))[0]
+    no_more(ask(rate, high), ask(rate, low))
 
 
 @QUICK
 @given(rate=RATES, memories=st.tuples(st.floats(10.0, 100.0), st.floats(10.0, 100.0)))
 def test_more_memory_takes_no_more_servers(rate: float, memories: tuple[float, float]) -> None:
     less, more = sorted(memories)
-    few, many = servers(ask(rate, memory_gb=more)), servers(ask(rate, memory_gb=less))
-    assert few[0] <= many[0]
-    assert few[1] <= many[1]
+    no_more(ask(rate, memory_gb=more), ask(rate, memory_gb=less))
 
 
 @QUICK
 @given(ttft=st.floats(0.2, 5.0), tpot=st.floats(0.012, 0.1), looser=st.floats(1.0, 3.0))
 def test_looser_times_take_no_more_servers(ttft: float, tpot: float, looser: float) -> None:
-    tight, loose = (servers(ask(100.0, slo=Slo(ttft * k, tpot * k))) for k in (1.0, looser))
-    assert loose[1] <= tight[1]
+    tight, loose = (shape(facts(ask(100.0, slo=Slo(ttft * k, tpot * k)))) for k in (1.0, looser))
+    assert loose.decode_servers <= tight.decode_servers
 
 
 def test_every_figure_lies_in_its_interval_and_intervals_are_of_the_constants() -> None:
