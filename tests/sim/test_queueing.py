@@ -7,7 +7,7 @@ from math import exp, inf, log
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from regauge.errors import ConfigError
@@ -114,6 +114,7 @@ def test_sharing_a_link() -> None:
 
 
 @given(mean=st.floats(0.01, 3000), share=st.floats(0.01, 0.999))
+@example(mean=742.0, share=0.5)
 def test_a_poisson_percentile_is_the_least_that_reaches_the_share(mean: float, share: float) -> None:
     n = poisson_percentile(mean, share)
     assert poisson_below(mean, n) >= share - 1e-9

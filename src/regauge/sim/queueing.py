@@ -169,9 +169,9 @@ def poisson_percentile(mean: float, share: float) -> int:
     """Return the least n with P(N <= n) >= share for a Poisson variable."""
     if mean > 10_000.0:  # the normal distribution is within one of it there
         return ceil(mean + NormalDist().inv_cdf(share) * sqrt(mean))
-    reached, term, n = exp(-mean), exp(-mean), 0
-    if term == 0.0:
+    if mean > 700.0:  # exp(-mean) is no normal float beyond 708
         return _poisson_logs(mean, share)
+    reached, term, n = exp(-mean), exp(-mean), 0
     while reached < share and n < 1_000_000:
         n += 1
         term *= mean / n
@@ -180,7 +180,7 @@ def poisson_percentile(mean: float, share: float) -> int:
 
 
 def _poisson_logs(mean: float, share: float) -> int:
-    """The same by logarithms, where exp(-mean) is too small for a float."""
+    """The same by logarithms."""
     n = np.arange(0, ceil(mean + 12.0 * sqrt(mean)) + 20, dtype=float)
     logs = n * log(mean) - mean - np.concatenate([[0.0], np.cumsum(np.log(n[1:]))])
     return int(np.searchsorted(np.cumsum(np.exp(logs)), share))
