@@ -90,7 +90,7 @@ class Traffic:
     def check(self) -> None:
         for each in self.router.workers.values():
             assert each.queue_s >= 0
-            assert each.waiting_s(self.now) >= -1e-9  # seconds are added and taken away: rounding stays
+            assert each.waiting_s(self.now) >= 0
             assert each.pages_used >= 0
             assert each.nic.booked >= 0
             assert each.nic.foreign >= 0

@@ -182,7 +182,8 @@ class Standing:
     def waiting_s(self, now: float) -> float:
         """Return the seconds of computation that a prompt which comes now finds in front of it."""
         left = self.queue_s
-        return left - self._done(now) + self.foreign_s if left else self.foreign_s
+        # Sums that shrank are rounded: the oldest prompt alone can be more than all of them.
+        return max(0.0, left - self._done(now)) + self.foreign_s if left else self.foreign_s
 
     def _done(self, now: float) -> float:
         done = self.done_s + now - self.done_at
