@@ -1,1 +1,403 @@
-"""The three planes of a host: what runs is bound to them, and what does not fit is refused before it starts."""
+"""The three planes of a host: what runs is bound to them, and what does not fit is refused before anything starts.
+
+`enforced` does it all. Everything below `look` and `ask_ways` is a pure function of what the kernel said. docs/planes.md has each refusal.
+"""
+
+from __future__ import annotations
+
+import difflib
+import ipaddress
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Final
+from urllib.parse import urlsplit
+
+import msgspec
+
+from regauge.config import ServeConfig, TransferConfig
+from regauge.config_planes import PlaneName, PlanesConfig
+from regauge.errors import ConfigError
+from regauge.move.plane import Plane, resolve
+from regauge.move.rtnetlink import IpAddress, IpNetwork, Link, LocalAddress, Way, links, local_addresses, way
+
+_UNSET: Final = "127.0.0.1"
+"""Default of `transfer.host` and `host`: there a declared plane takes its place."""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What the kernel says of this host's network."""
+
+    links: Mapping[str, Link]
+    addresses: Sequence[LocalAddress]
+    devices: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    """RDMA devices, and the network interfaces of their ports."""
+
+    def listed(self) -> str:
+        """Return the addresses in words."""
+        return ", ".join(f"{each.address} ({each.interface})" for each in self.addresses if each.usable) or "none"
+
+
+@dataclass(frozen=True)
+class Side:
+    """One plane of this host."""
+
+    name: PlaneName
+    given: str
+    """As it is declared."""
+    addresses: tuple[LocalAddress, ...]
+    """Of this host on it; the first is where it listens."""
+    network: IpNetwork | None = None
+    """That it was declared as."""
+
+    @property
+    def address(self) -> str:
+        """Where it listens, numeric."""
+        return str(self.addresses[0].address)
+
+    @property
+    def interfaces(self) -> frozenset[str]:
+        """Where its traffic crosses."""
+        return frozenset(each.interface for each in self.addresses)
+
+    @property
+    def networks(self) -> tuple[IpNetwork, ...]:
+        """What lies on it."""
+        own = () if self.network is None else (self.network,)
+        return (*own, *(each.network for each in self.addresses))
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether it is of this host alone."""
+        return all(each.address.is_loopback for each in self.addresses)
+
+    @property
+    def bind(self) -> str:
+        """Return how `move.plane.resolve` is to be told of it: bound to its interface where it has one, and that has a port."""
+        if len(self.interfaces) > 1 or "lo" in self.interfaces:
+            return self.given
+        [interface] = self.interfaces
+        where = self.given.partition("%")[0]
+        return interface if where == interface else f"{where}%{interface}"
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Somebody that the configuration names by a numeric address."""
+
+    plane: PlaneName
+    where: str
+    """The setting."""
+    address: str
+
+
+def enforced(config: ServeConfig) -> ServeConfig:
+    """Return the configuration with all that its planes decide filled in. Raises ConfigError with every refusal, one a line."""
+    if not config.planes.declared():
+        return config
+    host = look()
+    found = sides(config.planes, host)
+    new = bound(config, found, host)
+    known = peers(config)
+    refused = [*overlaps(found), *down(found, new, host)]
+    refused += strays(found, known, ask_ways(found, known))
+    if refused:
+        raise ConfigError("\n".join(refused))
+    return new
+
+
+def listening(plane: str, address: str) -> Plane | None:
+    """Return where a server listens: at an address, on the plane that an enforced configuration has; None: none is declared. Raises ConfigError."""
+    return replace(resolve(plane), address=address) if plane else None
+
+
+def interfaces(planes: PlanesConfig) -> dict[PlaneName, frozenset[str]]:
+    """Return the interfaces of each declared plane of this host. Raises ConfigError."""
+    return {name: side.interfaces for name, side in sides(planes, look()).items()}
+
+
+# -- what the kernel says ----------------------------------------------------------------------------------------------
+
+
+def look(root: Path = Path("/")) -> Snapshot:
+    """Ask the kernel; RDMA devices by sysfs below `root`. Raises ConfigError."""
+    try:
+        found = {link.name: link for link in links()}
+    except OSError as error:
+        raise ConfigError(f"planes: the kernel does not tell this host's links: {error.strerror}") from error
+    devices = {
+        device.name: frozenset(_netdevs(device)) for device in sorted(root.glob("sys/class/infiniband/*"))
+    }  # fmt: skip
+    return Snapshot(found, local_addresses(), devices)
+
+
+def _netdevs(device: Path) -> Iterable[str]:
+    yield from (each.name for each in device.glob("device/net/*"))
+    for each in device.glob("ports/*/gid_attrs/ndevs/*"):
+        try:
+            yield each.read_text().strip()
+        except OSError:  # an empty entry of the table is an error
+            continue
+
+
+def ask_ways(found: Mapping[PlaneName, Side], known: Iterable[Peer]) -> dict[str, Way | None]:
+    """Return the way to each peer, from its plane's address here. Raises ConfigError where the kernel does not tell."""
+    ways: dict[str, Way | None] = {}
+    for peer in known:
+        if (side := found.get(peer.plane)) is None:
+            continue
+        source = side.address if _version(side.address) == _version(peer.address) and not side.is_loopback else ""
+        try:
+            ways[peer.address] = way(peer.address, source)
+        except OSError as error:
+            raise ConfigError(f"{peer.where} {peer.address}: the kernel tells no route: {error.strerror}") from error
+    return ways
+
+
+def _version(address: str) -> int:
+    return ipaddress.ip_address(address).version
+
+
+# -- which planes there are --------------------------------------------------------------------------------------------
+
+
+def sides(planes: PlanesConfig, host: Snapshot) -> dict[PlaneName, Side]:
+    """Return the declared planes as this host has them. Raises ConfigError that names the field."""
+    return {name: _side(name, given, host) for name, given in planes.declared().items()}
+
+
+def _side(name: PlaneName, given: str, host: Snapshot) -> Side:
+    setting = f"planes.{name} {given!r}"
+    where, tied, interface = given.partition("%")
+    network, found = _find(setting, where, host)
+    if tied:
+        found = [each for each in found if each.interface == interface]
+        if not found:
+            raise ConfigError(
+                f"{setting}: {interface} has no address there; this host has {host.listed()}: ip address add ADDRESS dev {interface}"
+            )
+    return Side(name, given, tuple(found), network)
+
+
+def _find(setting: str, where: str, host: Snapshot) -> tuple[IpNetwork | None, list[LocalAddress]]:
+    """Return the network that a name of a plane is, and this host's addresses that it means. Raises ConfigError."""
+    if where in host.links:
+        found = [each for each in host.addresses if each.interface == where and each.usable]
+        if not found:
+            raise ConfigError(f"{setting}: the interface has no address: ip address add ADDRESS/BITS dev {where}")
+        return None, sorted(found, key=lambda each: each.address.version)
+    try:
+        wanted = ipaddress.ip_network(where, strict=False)
+    except ValueError as error:
+        near = difflib.get_close_matches(where, host.links, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(
+            f"{setting}: is no address, network or interface of this host, which has {host.listed()}{hint}"
+        ) from error
+    if wanted.network_address.is_unspecified:
+        raise ConfigError(f"{setting}: is a wildcard, which lies on every plane; name an address, network or interface")
+    found = [each for each in host.addresses if each.address in wanted and each.usable]
+    if "/" in where:
+        if not found:
+            raise ConfigError(
+                f"{setting}: no address of this host lies in it, it has {host.listed()}; give an interface one: "
+                f"ip address add ADDRESS/{wanted.prefixlen} dev INTERFACE"
+            )
+        return wanted, found
+    address = ipaddress.ip_address(where)
+    if not found and address.is_loopback:
+        found = [LocalAddress("lo", address, ipaddress.ip_network("127.0.0.0/8"), usable=True)]
+    if not found:
+        raise ConfigError(
+            f"{setting}: no interface of this host has this address, it has {host.listed()}; give it to one: "
+            f"ip address add {address}/BITS dev INTERFACE"
+        )
+    return None, found
+
+
+# -- what is bound to them ---------------------------------------------------------------------------------------------
+
+
+def bound(config: ServeConfig, found: Mapping[PlaneName, Side], host: Snapshot) -> ServeConfig:
+    """Return the configuration with hosts filled in from the planes. Raises ConfigError for one that was given and lies on another plane."""
+    transfer, http, discovery = config.transfer, config.host, config.discovery
+    if compute := found.get("compute"):
+        _check_transfer(transfer, compute, host)
+        if transfer.host == _UNSET:
+            transfer = msgspec.structs.replace(transfer, host=compute.bind)
+    if business := found.get("business"):
+        http = _http("host", "" if http == _UNSET else http, business, host)
+        advertise = _http("discovery.advertise", discovery.advertise, business, host)
+        discovery = msgspec.structs.replace(discovery, advertise=advertise)
+    planes = msgspec.structs.replace(config.planes, **{name: side.bind for name, side in found.items()})
+    return msgspec.structs.replace(config, host=http, transfer=transfer, discovery=discovery, planes=planes)
+
+
+def _http(setting: str, given: str, side: Side, host: Snapshot) -> str:
+    """Return the numeric address at which a server listens."""
+    return _on(setting, given, side, host)[0] if given else side.address
+
+
+def _on(setting: str, given: str, side: Side, host: Snapshot) -> list[str]:
+    """Return the addresses that a setting means. Raises ConfigError unless all are on a plane."""
+    _, meant = _find(f"{setting} {given!r}", given.partition("%")[0], host)
+    own = {each.address for each in side.addresses}
+    if alien := [each for each in meant if each.address not in own]:
+        raise ConfigError(
+            f"{setting} {given!r}: {alien[0].address} ({alien[0].interface}) is not on planes.{side.name} {side.given!r}, where this host has "
+            f"{', '.join(sorted(map(str, own)))}; leave {setting} out, or name what is on that plane"
+        )
+    return [str(each.address) for each in meant]
+
+
+def _check_transfer(transfer: TransferConfig, compute: Side, host: Snapshot) -> None:
+    given = {"transfer.control": transfer.control, **{f"transfer.nics[{i}]": x for i, x in enumerate(transfer.nics)}}
+    if transfer.host != _UNSET:
+        given["transfer.host"] = transfer.host
+    for setting, value in given.items():
+        if value:
+            _on(setting, value, compute, host)
+    for setting, device in _devices(transfer):
+        name = device.partition(":")[0]
+        known = frozenset({name}) if name in host.links else host.devices.get(name)
+        fitting = [each for each, own in host.devices.items() if own & compute.interfaces] or sorted(compute.interfaces)
+        instead = f"of planes.compute {compute.given!r} there are {', '.join(fitting)}"
+        if known is None:
+            raise ConfigError(
+                f"{setting} {device!r}: no RDMA device or interface of this host; {instead}: rdma link show"
+            )
+        if known - compute.interfaces:
+            raise ConfigError(
+                f"{setting} {device!r}: its port is {', '.join(sorted(known))}, of another plane; {instead}"
+            )
+
+
+def _devices(transfer: TransferConfig) -> list[tuple[str, str]]:
+    """Return the devices of the transport that is used, by setting."""
+    used = {"mooncake": transfer.mooncake.devices, "nixl": transfer.nixl.devices}.get(transfer.transport, [])
+    return [(f"transfer.{transfer.transport}.devices", device) for device in used]
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+def overlaps(found: Mapping[PlaneName, Side]) -> list[str]:
+    """Return where two planes share an interface or a network. On loopback they may, if all of them are there: a lab on one host."""
+    all_, refused = [*found.values()], []
+    if all(side.is_loopback for side in all_):
+        return []
+    for i, one in enumerate(all_):
+        for other in all_[i + 1 :]:
+            if shared := sorted(one.interfaces & other.interfaces):
+                refused.append(
+                    f"planes.{one.name} {one.given!r} and planes.{other.name} {other.given!r} are both on {', '.join(shared)}: what one carries would "
+                    f"wait for the other; give one of them an interface of its own: ip address del {_first(other, shared[0])} dev {shared[0]} "
+                    f"&& ip address add {_first(other, shared[0])} dev INTERFACE"
+                )
+            elif pair := next(((a, b) for a in one.networks for b in other.networks if _meet(a, b)), None):
+                refused.append(
+                    f"planes.{one.name} {one.given!r} and planes.{other.name} {other.given!r} overlap: {pair[0]} on {', '.join(sorted(one.interfaces))} "
+                    f"and {pair[1]} on {', '.join(sorted(other.interfaces))}, so that a route decides between them; give {_first(other)} "
+                    f"another network: ip address del {_first(other)} dev {other.addresses[0].interface}"
+                )
+    return refused
+
+
+def _first(side: Side, interface: str = "") -> str:
+    each = next(each for each in side.addresses if interface in ("", each.interface))
+    return f"{each.address}/{each.network.prefixlen}"
+
+
+def _meet(one: IpNetwork, other: IpNetwork) -> bool:
+    return one.version == other.version and one.overlaps(other)
+
+
+def down(found: Mapping[PlaneName, Side], config: ServeConfig, host: Snapshot) -> list[str]:
+    """Return which interfaces that are used carry nothing."""
+    refused = []
+    for name, side in found.items():
+        used = {side.addresses[0].interface}
+        if name == "compute" and config.transfer.nics:
+            nics = [_find(f"transfer.nics {nic!r}", nic.partition("%")[0], host)[1][0] for nic in config.transfer.nics]
+            used = {each.interface for each in nics}
+        for interface in sorted(used):
+            link = host.links.get(interface)
+            if link is None or not link.up:
+                refused.append(
+                    f"planes.{name} {side.given!r}: interface {interface} is down: ip link set dev {interface} up"
+                )
+            elif not link.carrier:
+                refused.append(
+                    f"planes.{name} {side.given!r}: interface {interface} has no carrier; look at its cable and the switch's port: ethtool {interface}"
+                )
+    return refused
+
+
+def peers(config: ServeConfig) -> list[Peer]:
+    """Return who is named by a numeric address: receivers of KV on compute, workers and gateways on business."""
+    named: list[tuple[PlaneName, str, str]] = []
+    for i, worker in enumerate(config.workers):
+        named.append(("compute", f"workers[{i}].control", worker.control.rpartition(":")[0]))
+        named.append(("business", f"workers[{i}].url", _host(worker.url)))
+    for role in (config.prefill, config.decode):
+        if role.served is not None and role.served.server is not None:
+            where = f"{'prefill' if role is config.prefill else 'decode'}.{role.name}.server"
+            named.append(("compute", f"{where}.control", role.served.server.control.rpartition(":")[0]))
+            named.append(("business", f"{where}.url", _host(role.served.server.url)))
+    named += [("business", f"discovery.gateways[{i}]", _host(url)) for i, url in enumerate(config.discovery.gateways)]
+    return [
+        Peer(plane, where, str(address))
+        for plane, where, host in named
+        if not (plane == "compute" and config.external) and (address := _numeric(host)) is not None
+    ]
+
+
+def _host(url: str) -> str:
+    try:
+        return urlsplit(url).hostname or ""
+    except ValueError:  # that it is no URL is said elsewhere
+        return ""
+
+
+def _numeric(host: str) -> IpAddress | None:
+    try:
+        return ipaddress.ip_address(host.strip("[]"))
+    except ValueError:
+        return None
+
+
+def strays(found: Mapping[PlaneName, Side], known: Iterable[Peer], ways: Mapping[str, Way | None]) -> list[str]:
+    """Return to which peers the routes lead over another plane, or KV by an interface that is of none."""
+    refused = []
+    for peer in known:
+        side = found.get(peer.plane)
+        if side is None or peer.address not in ways:
+            continue
+        path, interface = ways[peer.address], side.addresses[0].interface
+        if path is None:
+            refused.append(
+                f"{peer.where} {peer.address}: there is no route to it: ip route add {_route(peer, side)} dev {interface}"
+            )
+        elif not path.local and (taken := _elsewhere(path.interface, side, found)):
+            refused.append(
+                f"{peer.where} {peer.address}: the route to it leaves by {path.interface}, {taken}, and not by planes.{side.name} ({interface}): "
+                f"ip route replace {_route(peer, side)} dev {interface}"
+            )
+    return refused
+
+
+def _elsewhere(interface: str, side: Side, found: Mapping[PlaneName, Side]) -> str:
+    """Return what an interface is, in words, if it is not the plane's; empty: it may carry it."""
+    if interface in side.interfaces:
+        return ""
+    if other := next((each.name for each in found.values() if interface in each.interfaces), None):
+        return f"of planes.{other}"
+    # Where routers hand hosts single addresses, those lie on lo and leave by any port: no other plane's, and that is enough.
+    return "" if side.name != "compute" or "lo" in side.interfaces else "of no plane"
+
+
+def _route(peer: Peer, side: Side) -> str:
+    bits = 32 if _version(peer.address) == 4 else 128
+    direct = any(ipaddress.ip_address(peer.address) in each.network for each in side.addresses)
+    return f"{peer.address}/{bits}" + ("" if direct else " via ROUTER")

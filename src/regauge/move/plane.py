@@ -1,12 +1,14 @@
 """Network planes: which address and interface of this host a connection may use.
 
-A plane is named by an address, a network or an interface of this host:
+A plane is named by an address, a network or an interface of this host, or one of the first two on the last:
 
 | named by | listens at | leaves through | peers |
 |---|---|---|---|
 | address | it | as routed, from that address | not in a network of another interface |
 | network, as in 10.210.0.0/16 | this host's address in it | as routed, from that address | only in that network |
 | interface | its first address | that interface only (SO_BINDTODEVICE, socket(7)) | not in a network of another interface |
+| address%interface | it | that interface only | not in a network of another interface |
+| network%interface | the interface's address in it | that interface only | only in that network |
 
 Linux answers for an address on every interface, and picks the way out by the target alone: only an interface keeps strangers
 of another plane out by itself. Local addresses come from the kernel (rtnetlink(7)), each time they are needed.
@@ -17,35 +19,15 @@ from __future__ import annotations
 import ipaddress
 import logging
 import socket
-import struct
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from regauge.errors import ConfigError, TransportError
-
-IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
-IpNetwork = ipaddress.IPv4Network | ipaddress.IPv6Network
+from regauge.move.rtnetlink import IpAddress as IpAddress  # noqa: PLC0414  # re-exported
+from regauge.move.rtnetlink import IpNetwork
+from regauge.move.rtnetlink import LocalAddress as LocalAddress  # noqa: PLC0414  # re-exported
+from regauge.move.rtnetlink import local_addresses as local_addresses  # noqa: PLC0414  # re-exported
 
 _log = logging.getLogger(__name__)
-
-_HEADER = struct.Struct("=IHHII")  # nlmsghdr: length, type, flags, sequence, port
-_ADDRESS = struct.Struct("=BBBBI")  # ifaddrmsg: family, prefix length, flags, scope, interface
-_ATTRIBUTE = struct.Struct("=HH")  # rtattr: length, type
-_GET_ADDRESSES, _DUMP, _DONE, _NEW_ADDRESS, _ERROR = 22, 0x301, 3, 20, 2
-_IFA_ADDRESS, _IFA_LOCAL = 1, 2
-_SCOPE_LINK = 253
-
-
-@dataclass(frozen=True)
-class LocalAddress:
-    """One address of this host."""
-
-    interface: str
-    address: IpAddress
-    network: IpNetwork
-    """What is reached directly through the interface."""
-    usable: bool
-    """Valid beyond the link; others need a scope with every use."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +84,9 @@ def resolve(host: str) -> Plane:
 
     Raises ConfigError when it means nothing here, or a wildcard.
     """
+    where, tied, interface = host.partition("%")
+    if tied:
+        return _tied(where, interface)
     try:
         if "/" in host:
             return _in_network(ipaddress.ip_network(host, strict=False))
@@ -115,55 +100,18 @@ def resolve(host: str) -> Plane:
     return plane
 
 
-def local_addresses() -> list[LocalAddress]:
-    """Return this host's addresses; empty where the kernel does not tell."""
+def _tied(where: str, interface: str) -> Plane:
+    """Return a plane of an address or a network, bound to an interface that has it."""
+    own = [each for each in local_addresses() if each.interface == interface]
     try:
-        with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0) as sock:
-            sock.settimeout(1.0)
-            sock.bind((0, 0))
-            request = _ADDRESS.pack(socket.AF_UNSPEC, 0, 0, 0, 0)
-            sock.send(_HEADER.pack(_HEADER.size + len(request), _GET_ADDRESSES, _DUMP, 1, 0) + request)
-            return list(_answers(sock))
-    except OSError:
-        _log.warning("the kernel does not list this host's addresses", exc_info=True)
-        return []
-
-
-def _answers(sock: socket.socket) -> Iterator[LocalAddress]:
-    while True:
-        data = sock.recv(1 << 17)
-        at = 0
-        while at + _HEADER.size <= len(data):
-            length, kind, *_ = _HEADER.unpack_from(data, at)
-            if kind in (_DONE, _ERROR) or length < _HEADER.size:
-                return
-            if kind == _NEW_ADDRESS and (found := _local(data[at + _HEADER.size : at + length])) is not None:
-                yield found
-            at += -(-length // 4) * 4
-
-
-def _local(data: bytes) -> LocalAddress | None:
-    family, prefix, _, scope, index = _ADDRESS.unpack_from(data)
-    if family not in (socket.AF_INET, socket.AF_INET6):
-        return None
-    packed: dict[int, bytes] = {}
-    at = _ADDRESS.size
-    while at + _ATTRIBUTE.size <= len(data):
-        length, kind = _ATTRIBUTE.unpack_from(data, at)
-        if length < _ATTRIBUTE.size:
-            break
-        packed[kind] = data[at + _ATTRIBUTE.size : at + length]
-        at += -(-length // 4) * 4
-    raw = packed.get(_IFA_LOCAL, packed.get(_IFA_ADDRESS))
-    if raw is None:
-        return None
-    address = ipaddress.ip_address(raw)
-    reach = ipaddress.ip_network((packed.get(_IFA_ADDRESS, raw), prefix), strict=False)
-    try:
-        interface = socket.if_indextoname(index)
-    except OSError:  # it has gone meanwhile, as those of containers do: the others are there still
-        return None
-    return LocalAddress(interface, address, reach, scope < _SCOPE_LINK or address.is_loopback)
+        network = ipaddress.ip_network(where, strict=False)
+    except ValueError as error:
+        raise ConfigError(f"{where}%{interface}: {where!r} is no address or network: {error}") from error
+    found = [each for each in own if each.address in network and (each.usable or "/" not in where)]
+    if not found:
+        has = ", ".join(str(each.address) for each in own) or "no address"
+        raise ConfigError(f"{where}%{interface}: {interface} has none there, it has {has}; this host has {_listed()}")
+    return Plane(str(found[0].address), interface, network if "/" in where else None)
 
 
 def _in_network(network: IpNetwork) -> Plane:
