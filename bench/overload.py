@@ -33,7 +33,7 @@ import aiohttp
 import msgspec
 
 from harness import percentile, print_table, write_json
-from regauge.serve.launch import free_ports
+from regauge.serve.ports import free_ports
 from serve import wait
 
 TOKENS: Final = 32

@@ -22,7 +22,7 @@ from pathlib import Path
 from pydoc_data.topics import topics
 
 from harness import print_table, write_json
-from regauge.serve.launch import free_ports
+from regauge.serve.ports import free_ports
 
 DEPLOYMENTS = {
     "shm  fp8,page=64,hnd -> bf16,page=16,nhd": [],

@@ -28,7 +28,7 @@ import msgspec
 
 from regauge.config import BUNDLED_MODEL
 from regauge.engines.timed_server import together
-from regauge.serve.launch import free_ports
+from regauge.serve.ports import free_ports
 from regauge.sim.calibrate import (
     Batch,
     Beside,

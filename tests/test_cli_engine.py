@@ -28,7 +28,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def url(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    from regauge.serve.launch import free_ports
+    from regauge.serve.ports import free_ports
 
     [port] = free_ports("127.0.0.1")
     log = tmp_path_factory.mktemp("serve") / "log"

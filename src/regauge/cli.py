@@ -91,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="regauge", formatter_class=argparse.RawDescriptionHelpFormatter,
         description="KV caches cross between unlike accelerators: checked, planned, carried.",
-        epilog="serving:   serve, keys, top, why\nlayouts:   check, explain, layout, probe\nplanning:  plan, sim\nmeasuring: bench\nbilling:   usage, invoice, prices, meter\nhelp:      version, collect-env\n\n"
+        epilog="serving:   serve, worker, keys, top, why\nlayouts:   check, explain, layout, probe\nplanning:  plan, sim\nmeasuring: bench\nbilling:   usage, invoice, prices, meter\nhelp:      version, collect-env\n\n"
         "exit codes: 0 fine, 1 found a problem, 2 misuse")  # fmt: skip
     verbs = parser.add_subparsers(dest="verb", metavar="COMMAND", required=True, parser_class=_Parser)
 
@@ -101,6 +101,7 @@ def _parser() -> argparse.ArgumentParser:
         return new
 
     cli_serve.arguments(verb("serve", "serve a model across a prefill and a decode process"), _LAYOUT_HELP)
+    cli_serve.worker_arguments(verb("worker", "run workers on this host, which register at gateways elsewhere"))
     cli_top.arguments(verb("top", "show how the transfers of a running gateway stand"))
     cli_why.arguments(verb("why", "say why a request went to the workers that it went to"))
     cli_keys.arguments(_jobs(verb("keys", "make API keys for tenants of the gateway")))
@@ -185,7 +186,7 @@ def _bench_arguments(bench: argparse.ArgumentParser) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code."""
     options = _parser().parse_args(arguments)
-    verbs = {"serve": cli_serve.run, "check": _check, "explain": _explain, "layout": _layout, "probe": _probe, "bench": _bench,
+    verbs = {"serve": cli_serve.run, "worker": cli_serve.run_worker, "check": _check, "explain": _explain, "layout": _layout, "probe": _probe, "bench": _bench,
              "top": cli_top.run, "why": cli_why.run, "usage": cli_meter.run, "invoice": cli_meter.run, "prices": cli_meter.run,
              "meter": cli_meter.run, "plan": cli_plan.run, "sim": cli_sim.run, "keys": cli_keys.run, "version": _version, "collect-env": _collect_env}  # fmt: skip
     try:

@@ -15,7 +15,7 @@ from typing import Any
 
 import aiohttp
 
-from regauge.serve.launch import free_ports
+from regauge.serve.ports import free_ports
 
 READY_S = 240.0
 

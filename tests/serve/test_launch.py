@@ -29,8 +29,9 @@ from regauge.layout import files
 from regauge.layout.presets import from_short, load_model, with_pages
 from regauge.layout.spec import Layout
 from regauge.serve import wire
-from regauge.serve.launch import GATEWAY, Command, Deployment, commands, consecutive_ports
+from regauge.serve.launch import GATEWAY, Command, Deployment, commands
 from regauge.serve.pairing import UNKNOWN
+from regauge.serve.ports import consecutive_ports
 
 KEY = "ab" * 32
 PREFILL, DECODE = "prefill-0", "decode-0"

@@ -25,7 +25,8 @@ from regauge.layout.files import encode
 from regauge.layout.presets import from_short, load_model
 from regauge.plan import quality
 from regauge.serve import wire
-from regauge.serve.launch import Command, consecutive_ports, free_ports
+from regauge.serve.launch import Command
+from regauge.serve.ports import consecutive_ports, free_ports
 from regauge.serve.supervisor import Child, Supervisor, base_url, cause, describe, plan_deployment
 
 CONFIG = {

@@ -20,8 +20,8 @@ from regauge.layout import files
 from regauge.layout.presets import from_short, load_model, with_pages
 from regauge.move.transports import open_rails
 from regauge.serve import signing, wire
-from regauge.serve.launch import consecutive_ports
 from regauge.serve.local_worker import LocalWorker
+from regauge.serve.ports import consecutive_ports
 from regauge.testing.tiny_models import tiny_model
 
 CONFIG = EngineConfig(pool_tokens=1024, max_context=512, chunk_tokens=64, max_batch=8)

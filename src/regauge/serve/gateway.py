@@ -27,6 +27,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import uvloop
@@ -34,6 +35,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import ExceptionHandler
 
 from regauge import observe
 from regauge.config import ServeConfig
@@ -52,7 +54,7 @@ from regauge.serve.front import Front, bug
 from regauge.serve.metering import Meter, from_spec
 from regauge.serve.names import Names
 from regauge.serve.openai import ApiError
-from regauge.serve.operations import Operations
+from regauge.serve.operations import Operations, public
 from regauge.serve.pairing import Pairs
 from regauge.serve.place import ALONE, Place, is_open, share
 from regauge.serve.pools import follow, sources
@@ -88,7 +90,9 @@ def build_app(
     )  # fmt: skip
     gateway = Gateway(config, service, house, tenants)
     operations = Operations(service, house, metrics, keys=not tenants.open)
-    routes = [*gateway.routes(), *UsageApi(config.meter.store).routes(), *operations.routes()]
+    own = operations.routes()
+    routes = [*gateway.routes(), *UsageApi(config.meter.store).routes()]
+    routes += public(own) if config.planes.management else own
     routes += [route for source in pools if isinstance(source, Desk) for route in source.routes()]
 
     @asynccontextmanager
@@ -108,11 +112,11 @@ def build_app(
             if meter is not None:
                 await asyncio.to_thread(meter.close)
 
-    app = Starlette(
-        routes=routes,
-        exception_handlers={ApiError: _on_api_error, HTTPException: _on_http_error, Exception: _on_bug},
-        lifespan=lifespan,
-    )
+    handlers: dict[Any, ExceptionHandler] = {
+        ApiError: _on_api_error, HTTPException: _on_http_error, Exception: _on_bug
+    }  # fmt: skip
+    app = Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
+    app.state.management = operations.app(handlers)
     app.state.house = house
     app.state.gateway = gateway
     app.state.router = fleet.router
@@ -131,7 +135,9 @@ async def serve(app: Front, config: ServeConfig, place: Place = ALONE, *, grace_
             "anybody who reaches this address may use all of it: give gateway.tenants",
             address=listener.getsockname()[0],
         )
-    server = Server(app, grace_s, rules=rules, tls=tls, private=place.private)
+    management = place.management_listener(config)
+    beside = None if management is None else (app.state.management, management)
+    server = Server(app, grace_s, rules=rules, tls=tls, private=place.private, beside=beside)
     tenants: Tenants = app.state.tenants
     gateway: Gateway = app.state.gateway
 
@@ -200,9 +206,9 @@ def _desk(spec: wire.GatewaySpec, place: Place) -> Desk:
 
 
 def main(arguments: list[str]) -> int:
-    """Run with the spec's file as the only argument, or also a process's number and listening socket; return the exit code."""
-    if len(arguments) not in (1, 3) or not all(word.isascii() and word.isdigit() for word in arguments[1:]):
-        sys.stderr.write("usage: python -m regauge.serve.gateway SPEC.json [NUMBER SOCKET]\n")
+    """Run with the spec's file as the only argument, or also a process's number and listening sockets; return the exit code."""
+    if len(arguments) not in (1, 3, 4) or not all(word.isascii() and word.isdigit() for word in arguments[1:]):
+        sys.stderr.write("usage: python -m regauge.serve.gateway SPEC.json [NUMBER SOCKET [MANAGEMENT-SOCKET]]\n")
         return 2
     signal.pthread_sigmask(
         signal.SIG_BLOCK, {signal.SIGHUP}

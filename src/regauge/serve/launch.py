@@ -5,12 +5,9 @@ Specs, settings and keys go by file, in a folder that only the owner can read; v
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import random
 import secrets
-import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -29,6 +26,7 @@ from regauge.plan import Verdict
 from regauge.serve import addresses, signing, wire
 from regauge.serve.discovery import secret
 from regauge.serve.pairing import UNKNOWN
+from regauge.serve.ports import consecutive_ports
 
 GATEWAY: Final = "gateway"
 CONNECTOR: Final = "regauge.engines.vllm.connector"
@@ -48,7 +46,7 @@ _DEFAULTS: Final[Mapping[EngineName, Mapping[str, str]]] = {
     "sglang": {"SGLANG_HOST_IP": "127.0.0.1", "TOKENIZERS_PARALLELISM": "false"},
 }
 """Environment of a server that is started here, where the user's own says nothing else."""
-_TRIES: Final = 100
+_PORTS: Final = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -67,6 +65,15 @@ class Deployment:
     """Numeric address at which decode takes control connections."""
     key: str = field(repr=False)
     """Pre-shared key of the transfer plane, in hex."""
+    role: Role | None = None
+    """Workers of this role alone are started, and no gateway: they register elsewhere. None: a gateway, and workers of both."""
+    name: str = ""
+    """Of that worker, or what those of several begin with."""
+
+    @property
+    def http_host(self) -> str:
+        """Numeric address at which the local workers answer gateways."""
+        return self.config.discovery.advertise or wire.WORKER_HOST
 
 
 @dataclass(frozen=True)
@@ -81,24 +88,24 @@ class Command:
 
 
 def commands(deployment: Deployment, folder: Path, *, log_json: bool = False) -> list[Command]:
-    """Write the specs into `folder`, and return what is to be started: decode workers, prefill workers, the gateway.
+    """Write the specs into `folder`, and return what is to be started: decode workers, prefill workers, the gateway; of one role alone, its workers.
 
     Raises ConfigError for addresses that cannot be had, and for signing keys that cannot be read.
     """
     d, roles = deployment, _roles(deployment)
     needed = [_ports(d.config.engine(role)) for _, role, _ in roles]
-    port = consecutive_ports(sum(needed), wire.WORKER_HOST, d.control)
-    plan = _Plan(
-        d,
-        folder,
-        secrets.token_hex(32),
-        _signing(d, folder, [name for name, _, layout in roles if layout is not None]),
-        log_json,
-    )
+    port = _first_port(d, sum(needed))
+    signed = [name for name, _, layout in roles if layout is not None]
+    plan = _Plan(d, folder, secrets.token_hex(32), _signing(d, folder, signed), log_json)
     wire.write_private(plan.key_file, d.key.encode())
     for (name, role, layout), count in zip(roles, needed, strict=True):
         plan.add(name, role, layout, port)
         port += count
+    return plan.started if d.role is not None else [*plan.started, *_gateways(plan, roles)]
+
+
+def _gateways(plan: _Plan, roles: Sequence[tuple[str, Role, Layout | None]]) -> list[Command]:
+    d, folder = plan.deployment, plan.folder
     verdict = (
         wire.VerdictInfo(UNKNOWN)
         if d.verdict is None
@@ -107,11 +114,11 @@ def commands(deployment: Deployment, folder: Path, *, log_json: bool = False) ->
     gateway = wire.GatewaySpec(
         config=d.config, model_folder=str(d.folder), model_name=d.model, token=plan.token, workers=plan.addresses, verdict=verdict,
         layouts={name: files.encode(layout, format="json") for name, _, layout in roles if layout is not None},
-        key=d.key if _needs_key(d.config, plan.addresses) else "", log_json=log_json,
+        key=d.key if _needs_key(d.config, plan.addresses) else "", log_json=plan.log_json,
         name=GATEWAY, signing_key=str(plan.signing[GATEWAY]), trust=str(plan.signing[GATEWAY].parent / signing.TRUST),
     )  # fmt: skip
     path, count = _write(folder, GATEWAY, gateway), d.config.gateway.processes
-    started = plan.started
+    started = []
     for number in range(count):
         name = GATEWAY if count == 1 else f"{GATEWAY}-{number}"
         shared = None if count == 1 else {**os.environ, SHARED: str(folder / "metrics")}
@@ -129,6 +136,9 @@ def _roles(d: Deployment) -> list[tuple[str, Role, Layout | None]]:
     """Return every worker's name, role and layout, decode first: prefill workers are told where those are."""
     if d.config.external:
         return []
+    if d.role is not None:
+        count, layout = d.config.engine(d.role).workers, d.decode if d.role == "decode" else d.prefill
+        return [(d.name if count == 1 else f"{d.name}-{i}", d.role, layout) for i in range(count)]
     layouts: tuple[tuple[Role, Layout | None], ...] = (("decode", d.decode), ("prefill", d.prefill))
     return [(f"{role}-{i}", role, layout) for role, layout in layouts for i in range(d.config.engine(role).workers)]
 
@@ -140,7 +150,8 @@ def _signing(d: Deployment, folder: Path, workers: Sequence[str]) -> dict[str, P
             (Path(given) if given else folder / name).mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"meter.{name}: {error}") from error
-    return signing.prepare(Path(d.config.meter.keys or folder / "keys"), [GATEWAY], workers)
+    gateways = [GATEWAY] if d.role is None else []
+    return signing.prepare(Path(d.config.meter.keys or folder / "keys"), gateways, workers)
 
 
 @dataclass
@@ -178,7 +189,7 @@ class _Plan:
                 raise ConfigError(f"{role}: a local engine has a layout")
             spec = self._local(name, role, layout, port)
             rank = wire.RankAddress(name, (d.control, spec.control_port))
-            address = wire.WorkerAddress(name, role, f"http://{wire.WORKER_HOST}:{port}", [rank])
+            address = wire.WorkerAddress(name, role, addresses.url_of((d.http_host, port)), [rank])
             self.started.append(_module("regauge.serve.worker_process", name, _write(self.folder, name, spec)))
         if role == "decode":
             self.peers |= address.receivers
@@ -334,25 +345,6 @@ def _elsewhere(role: Role, engine: EngineConfig, server: ServerConfig, *, secure
     return msgspec.structs.replace(address, token=token)
 
 
-def free_ports(*hosts: str) -> list[int]:
-    """Return a port for each of these numeric addresses that nobody listens on now; ports of one address are unlike.
-
-    Raises ConfigError for an address that cannot be bound.
-    """
-    ports = []
-    with contextlib.ExitStack() as stack:  # all are held until the last is found, so that none is found twice
-        for host in hosts:
-            sock = stack.enter_context(_socket(host))
-            try:
-                sock.bind((host, 0))
-            except OSError as error:
-                raise ConfigError(
-                    f"{host} cannot be bound: {error.strerror}; give an address of this machine"
-                ) from error
-            ports.append(int(sock.getsockname()[1]))
-    return ports
-
-
 def _ports(engine: EngineConfig) -> int:
     """Return how many ports a worker needs: that of its API and of its control connections; see `_Given` for more."""
     if engine.served is None:
@@ -360,22 +352,11 @@ def _ports(engine: EngineConfig) -> int:
     return 0 if engine.served.server is not None else 2 * engine.served.ranks + 2
 
 
-def consecutive_ports(count: int, *hosts: str) -> int:
-    """Return the first of `count` ports in a row that nobody listens on now, at none of these numeric addresses.
-
-    They are below those that the system gives, so that a server which loads a model for minutes, and listens then, finds them free still.
-    Raises ConfigError if none are found, and for an address that cannot be bound.
-    """
-    free_ports(*hosts)
-    for _ in range(_TRIES):
-        first = random.randrange(20_000, 32_000 - count)  # noqa: S311  # below those that the system gives
-        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
-            for host in set(hosts):
-                for port in range(first, first + count):
-                    stack.enter_context(_socket(host)).bind((host, port))
-            return first
-    raise ConfigError(f"{', '.join(hosts)}: no {count} free ports in a row were found")
-
-
-def _socket(host: str) -> socket.socket:
-    return socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+def _first_port(d: Deployment, count: int) -> int:
+    """Return the first of the workers' ports. Raises ConfigError."""
+    first = d.config.planes.worker_port
+    if not first:
+        return consecutive_ports(count, *dict.fromkeys((wire.WORKER_HOST, d.http_host)), d.control)
+    if first + count > _PORTS:
+        raise ConfigError(f"planes.worker_port: {count} ports from {first} on are too many; begin lower")
+    return first

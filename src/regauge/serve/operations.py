@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Final
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
 
 import msgspec
+from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, ExceptionHandler, Receive, Scope, Send
 
 from regauge import __version__
 from regauge.errors import ProtocolError
 from regauge.move.state import shown
 from regauge.observe import Metrics
 from regauge.serve import openapi, wire
-from regauge.serve.answer import JSON, House
+from regauge.serve.answer import JSON, Envelope, House
 from regauge.serve.cards import Health, Ready, Routed, Verdict, Version, WorkerHealth
 from regauge.serve.debug import Overview, is_loopback
 from regauge.serve.openai import ApiError, bad
@@ -24,6 +27,8 @@ from regauge.serve.relay import Service
 from regauge.serve.workers import view
 
 WHY_PATH: Final = "/debug/why"
+MANAGEMENT: Final = "regauge.management"
+"""Of a scope's state: the request came in by the management plane's listener."""
 
 
 class Operations:
@@ -35,6 +40,16 @@ class Operations:
         self._house = house
         self._metrics = metrics
         self._document = openapi.document(service.model, keys=keys)
+
+    def app(self, handlers: Mapping[Any, ExceptionHandler]) -> ASGIApp:
+        """Return what the management plane's listener answers: the same routes and nothing else, for whoever reaches it."""
+        inner = Envelope(Starlette(routes=self.routes(), exception_handlers=handlers), self._metrics)
+
+        async def marked(scope: Scope, receive: Receive, send: Send) -> None:
+            scope.setdefault("state", {})[MANAGEMENT] = True
+            await inner(scope, receive, send)
+
+        return marked
 
     def routes(self) -> list[Route]:
         """Return the routes; `observe.ROUTES` lists the same for the metrics' labels."""
@@ -110,7 +125,14 @@ class Operations:
         return _json(Routed([{**record.data(), "text": record.text()} for record in found]))
 
 
+def public(routes: Iterable[Route]) -> list[Route]:
+    """Return those that stay for clients where the management plane has a listener of its own."""
+    return [route for route in routes if route.path in ("/health", "/ready", "/version", openapi.PATH)]
+
+
 def _need_loopback(request: Request, path: str) -> None:
+    if request.scope["state"].get(MANAGEMENT):
+        return
     if not is_loopback(request.client.host if request.client else ""):
         message = f"{path} answers on loopback alone: ask on the gateway's machine, as by ssh"
         raise ApiError(403, message, code="loopback_only")

@@ -19,7 +19,9 @@ from regauge import __version__
 from regauge.config import LimitsConfig, ServeConfig
 from regauge.config_gateway import GatewayConfig
 from regauge.errors import ConfigError
+from regauge.move.plane import resolve
 from regauge.observe import SHARED, Metrics
+from regauge.planes import listening
 from regauge.serve.buckets import Buckets
 from regauge.serve.server import listen
 
@@ -34,22 +36,28 @@ def private_socket(folder: Path, number: int) -> Path:
 
 @dataclass(frozen=True)
 class Place:
-    """`handle`: of the listening socket; None: it makes one itself, and is alone."""
+    """`handle`: of the listening socket; None: it makes one itself, and is alone. `management`: likewise, of the management plane's."""
 
     folder: Path | None = None
     number: int = 0
     handle: int | None = None
+    management: int | None = None
 
     def listener(self, config: ServeConfig) -> socket.socket:
         """Return the listening socket. Raises ConfigError."""
         if self.handle is None:
-            return listen(config.host, config.port)
-        try:
-            return socket.socket(fileno=self.handle)
-        except OSError as error:
-            raise ConfigError(
-                f"listening socket {self.handle}: {error.strerror}; `regauge serve` passes it on"
-            ) from error
+            return listen(config.host, config.port, plane=listening(config.planes.business, config.host))
+        return _passed(self.handle)
+
+    def management_listener(self, config: ServeConfig) -> socket.socket | None:
+        """Return the listening socket on the management plane; None: that is not declared. Raises ConfigError."""
+        planes = config.planes
+        if not planes.management:
+            return None
+        if self.management is not None:
+            return _passed(self.management)
+        plane = resolve(planes.management)
+        return listen(plane.address, planes.management_port, plane=plane, setting="planes.management_port")
 
     def buckets(self) -> Buckets:
         """Return what tenants spent: shared, where there is a file. Raises ConfigError."""
@@ -68,6 +76,13 @@ class Place:
 
 
 ALONE: Final = Place()
+
+
+def _passed(handle: int) -> socket.socket:
+    try:
+        return socket.socket(fileno=handle)
+    except OSError as error:
+        raise ConfigError(f"listening socket {handle}: {error.strerror}; `regauge serve` passes it on") from error
 
 
 def share(config: ServeConfig) -> LimitsConfig:

@@ -92,8 +92,7 @@ def check(entry: Entry) -> None:
     address = entry.address
     where = "a worker's entry: address"
     for what, name in (("name", address.name), *(("ranks.name", rank.name) for rank in address.ranks)):
-        if not _NAME.fullmatch(name):
-            raise ConfigError(f"{where}.{what}: must be 1 to 128 letters, digits and ._-, not {name[:140]!r}")
+        check_name(f"{where}.{what}", name)
     _check_url(f"{where}.url", address.url)
     for rank in address.ranks:
         if rank.status:
@@ -108,6 +107,12 @@ def check(entry: Entry) -> None:
         raise ConfigError(f"{where}.ranks.control: every rank of a decode worker has one")
     if len(address.token) > 4_096 or not _PRINTABLE.fullmatch(address.token):
         raise ConfigError(f"{where}.token: must be at most 4096 printable characters")
+
+
+def check_name(where: str, name: str) -> None:
+    """Raise ConfigError for what cannot be a worker's name."""
+    if not _NAME.fullmatch(name):
+        raise ConfigError(f"{where}: must be 1 to 128 letters, digits and ._-, not {name[:140]!r}")
 
 
 def _check_url(where: str, url: str) -> None:

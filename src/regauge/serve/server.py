@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any, Final, cast
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from regauge.config_gateway import ClientTlsConfig, GatewayConfig
 from regauge.errors import ConfigError
+from regauge.move.plane import Plane
 from regauge.observe import Metrics
 from regauge.serve.answer import House
 from regauge.serve.front import Front
@@ -33,7 +35,8 @@ class Server(uvicorn.Server):
     """uvicorn for the gateway's app.
 
     On a signal (or `should_exit`) it stops accepting; requests that outlive the grace get an error event, not a
-    broken connection. `private`: also answer on this Unix socket, without TLS, for whoever may enter its folder: the supervisor.
+    broken connection. `private`: also answer on this Unix socket, without TLS, for whoever may enter its folder: the supervisor. `beside`: another app, on a
+    listening socket of its own, without TLS: the management plane's.
     """
 
     def __init__(
@@ -44,6 +47,7 @@ class Server(uvicorn.Server):
         rules: GatewayConfig | None = None,
         tls: ssl.SSLContext | None = None,
         private: Path | None = None,
+        beside: tuple[ASGIApp, socket.socket] | None = None,
     ) -> None:
         metrics: Metrics = app.state.metrics
         self.door = Door(GatewayConfig() if rules is None else rules, metrics)
@@ -66,6 +70,7 @@ class Server(uvicorn.Server):
         self._house: House = app.state.house
         self._grace_s = grace_s
         self._private = private
+        self._beside = beside
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen."""
@@ -77,6 +82,14 @@ class Server(uvicorn.Server):
             )  # fmt: skip
             self._private.unlink(missing_ok=True)  # of the process before this one
             self.servers.append(await asyncio.get_running_loop().create_unix_server(protocol, self._private))
+        if self._beside is not None:
+            app, listener = self._beside
+            config = uvicorn.Config(app, lifespan="off", log_config=None, server_header=False, proxy_headers=False)
+            config.load()
+            protocol = partial(
+                self._protocol, config=config, server_state=self.server_state, app_state=self.lifespan.state
+            )
+            self.servers.append(await asyncio.get_running_loop().create_server(protocol, sock=listener))
 
     async def on_tick(self, counter: int) -> bool:
         """Look at all connections, now and then."""
@@ -94,13 +107,17 @@ class Server(uvicorn.Server):
         await drain
 
 
-def listen(host: str, port: int, *, shared: bool = False) -> socket.socket:
-    """Return a listening socket. Raises ConfigError: uvicorn would exit the process when the port is taken.
+def listen(
+    host: str, port: int, *, shared: bool = False, plane: Plane | None = None, setting: str = "--port"
+) -> socket.socket:
+    """Return a listening socket. Raises ConfigError that names the port's setting: uvicorn would exit the process when the port is taken.
 
-    `shared`: others of this user may listen on the same port, too (SO_REUSEPORT), and the system deals connections out to all.
+    `shared`: others of this user may listen on the same port, too (SO_REUSEPORT), and the system deals connections out to all. `plane`: listen at its
+    address, and only for what comes in there.
     """
     try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        where = host if plane is None else plane.address
+        family, _, _, _, address = socket.getaddrinfo(where, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:  # the latter for a host name that cannot be one
         reason = error.strerror if isinstance(error, OSError) else error
@@ -109,17 +126,22 @@ def listen(host: str, port: int, *, shared: bool = False) -> socket.socket:
     if shared:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     try:
-        listener.bind(address)
+        if plane is None:
+            listener.bind(address)
+        else:
+            plane.claim(listener, port)
         listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
         taken = error.errno == errno.EADDRINUSE
         reason = "is taken by another process" if taken else f"cannot be had: {error.strerror}"
-        raise ConfigError(f"port {port} on {host} {reason}; choose another with --port") from error
+        raise ConfigError(f"port {port} on {host} {reason}; choose another with {setting}") from error
     return listener
 
 
-def listeners(host: str, port: int, count: int) -> list[socket.socket]:
+def listeners(
+    host: str, port: int, count: int, plane: Plane | None = None, setting: str = "--port"
+) -> list[socket.socket]:
     """Return a listening socket for each of so many processes, all on one port. Raises ConfigError.
 
     Each process has one of its own, so that the system deals connections out evenly by their addresses; one socket for all would give most of them to
@@ -127,11 +149,15 @@ def listeners(host: str, port: int, count: int) -> list[socket.socket]:
     none is refused meanwhile.
     """
     if count == 1:
-        return [listen(host, port)]
-    listen(host, port).close()  # without sharing: a port that something else listens on is taken
+        return [listen(host, port, plane=plane, setting=setting)]
+    listen(
+        host, port, plane=plane, setting=setting
+    ).close()  # without sharing: a port that something else listens on is taken
     made: list[socket.socket] = []
     try:
-        made.extend(listen(host, port, shared=True) for _ in range(count))  # what is made is kept, also where one fails
+        made.extend(
+            listen(host, port, shared=True, plane=plane, setting=setting) for _ in range(count)
+        )  # what is made is kept, also where one fails
     except BaseException:  # closed, whatever broke
         for each in made:
             each.close()

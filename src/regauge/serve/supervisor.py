@@ -33,10 +33,13 @@ from regauge.layout.presets import load_model, load_named, with_pages
 from regauge.move.auth import load_key
 from regauge.move.plane import resolve
 from regauge.plan import check
-from regauge.serve import reload
+from regauge.planes import enforced, listening
+from regauge.serve import reload, wire
+from regauge.serve.addresses import url_of
 from regauge.serve.buckets import Buckets
-from regauge.serve.launch import Command, Deployment, commands, free_ports
+from regauge.serve.launch import Command, Deployment, commands
 from regauge.serve.place import BUCKETS, METRICS, private_socket
+from regauge.serve.ports import free_ports
 from regauge.serve.quality_gate import from_config
 from regauge.serve.server import listen, listeners
 
@@ -57,8 +60,8 @@ class Child:
     """One process of ours."""
 
     command: Command
-    listener: socket.socket | None = None
-    """Of a gateway: kept here, so that one that is started again goes on with its queue of connections."""
+    listeners: list[socket.socket] = field(default_factory=list)
+    """Of a gateway, for clients and on the management plane: kept here, so that one that is started again goes on with its queue of connections."""
     process: asyncio.subprocess.Process | None = None
     deaths: list[float] = field(default_factory=list)
 
@@ -79,8 +82,8 @@ class Child:
 
     async def start(self) -> None:
         """Start it, in a session of its own: Ctrl-C is for the supervisor."""
-        handles = [] if self.listener is None else [self.listener.fileno()]
-        more = [] if self.listener is None else [str(self.command.gateway), str(self.listener.fileno())]
+        handles = [listener.fileno() for listener in self.listeners]
+        more = [str(self.command.gateway), *map(str, handles)] if handles else []
         self.process = await asyncio.create_subprocess_exec(
             *self.command.arguments, *more, env=self.command.environment, start_new_session=True, pass_fds=handles
         )
@@ -113,7 +116,8 @@ class Child:
 
 def plan_deployment(config: ServeConfig, say: Say) -> Deployment:
     """Find model, key and control plane, build both layouts, and judge the pair. Raises Refused, LayoutError, EngineError, ConfigError."""
-    listen(config.host, config.port).close()
+    config = enforced(config)
+    listen(config.host, config.port, plane=listening(config.planes.business, config.host)).close()
     control = control_address(config.transfer)
     key_file = config.transfer.key_file
     key = load_key(Path(key_file)).hex() if key_file else secrets.token_hex(32)
@@ -228,13 +232,16 @@ class Supervisor:
             self._say("stopping")
         finally:  # also where nobody reads any more what is said
             for child in self.gateways:
-                if child.listener is not None:
-                    child.listener.close()  # else who connects now would wait in a queue that nobody serves
+                for listener in child.listeners:
+                    listener.close()  # else who connects now would wait in a queue that nobody serves
             await asyncio.gather(*(child.stop() for child in self.gateways))
             await asyncio.gather(*(child.stop() for child in self.children.values()))
             shutil.rmtree(self._folder, ignore_errors=True)
 
     async def _announce(self) -> None:
+        if self._deployment.role is not None:
+            await self._announce_workers()
+            return
         url, external = base_url(self._deployment.config), self._deployment.config.external
         waits = [
             wait_ready(private_socket(self._folder, i), READY_S, workers=not external)
@@ -247,16 +254,37 @@ class Supervisor:
             f"ready    {url}\n\n  curl -N {url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'\n"
         )
 
+    async def _announce_workers(self) -> None:
+        specs = [wire.read_worker_spec(self._folder / f"{name}.json") for name in self.children]
+        host = self._deployment.http_host
+        urls = [url_of((host, spec.port)) for spec in specs]
+        waits = [wait_ready(url, READY_S, workers=False, path=wire.HEALTH_PATH) for url in urls]
+        await asyncio.gather(*waits)
+        for spec, url in zip(specs, urls, strict=True):
+            self._say(f"ready    {spec.name} {url}")
+        discovery = self._deployment.config.discovery
+        etcd = [] if discovery.etcd is None else discovery.etcd.urls
+        self._say(f"registers at {', '.join([*discovery.gateways, *etcd])}")
+
     def _listen(self) -> None:
         config = self._deployment.config
+        if self._deployment.role is not None:
+            return
         if config.gateway.processes > 1:
             (self._folder / METRICS).mkdir(mode=0o700)
         Buckets.create(self._folder / BUCKETS)
-        for child, listener in zip(self.gateways, listeners(config.host, config.port, len(self.gateways)), strict=True):
-            child.listener = listener
+        planes, count = config.planes, len(self.gateways)
+        made = [listeners(config.host, config.port, count, listening(planes.business, config.host))]
+        if planes.management:
+            plane = resolve(planes.management)
+            made.append(listeners(plane.address, planes.management_port, count, plane, "planes.management_port"))
+        for child, own in zip(self.gateways, zip(*made, strict=True), strict=True):
+            child.listeners = [*own]
 
     def _reload(self) -> None:
-        """Have the gateways read anew, unless what is to be read is wrong."""
+        """Have the gateways read anew, unless what is to be read is wrong. Workers read nothing anew."""
+        if self._deployment.role is not None:
+            return
         old = self._deployment.config
         try:
             new = old if self._reread is None else self._reread()
@@ -317,10 +345,10 @@ def base_url(config: ServeConfig) -> str:
     return f"{scheme}://{host}:{config.port}"
 
 
-async def wait_ready(gateway: str | Path, limit_s: float, *, workers: bool = True) -> None:
+async def wait_ready(gateway: str | Path, limit_s: float, *, workers: bool = True, path: str = "/ready") -> None:
     """Wait until `/ready` of a gateway, by its URL or private socket, says that all is there, and not only enough to answer.
 
-    Without `workers`, until it answers. Raises EngineError after `limit_s` seconds.
+    Without `workers`, until it answers at all, at `path`. Raises EngineError after `limit_s` seconds.
     """
     unix = aiohttp.UnixConnector(str(gateway)) if isinstance(gateway, Path) else None
     url = gateway if isinstance(gateway, str) else "http://gateway"
@@ -328,7 +356,7 @@ async def wait_ready(gateway: str | Path, limit_s: float, *, workers: bool = Tru
         async with asyncio.timeout(limit_s), aiohttp.ClientSession(connector=unix) as session:
             while True:
                 with contextlib.suppress(aiohttp.ClientError, TimeoutError):
-                    async with session.get(f"{url}/ready", timeout=aiohttp.ClientTimeout(total=5)) as answer:
+                    async with session.get(f"{url}{path}", timeout=aiohttp.ClientTimeout(total=5)) as answer:
                         if not workers or (answer.status == 200 and (await answer.json())["status"] == "ready"):
                             return
                 await asyncio.sleep(0.1)

@@ -26,7 +26,7 @@ import hmac
 import os
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Final, Literal
+from typing import Annotated, Final, Literal, TypeVar
 
 import msgspec
 
@@ -337,6 +337,9 @@ class WorkerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return f"WorkerSpec({self.name!r}, {self.role!r}, token=..., key=...)"
 
 
+_Spec = TypeVar("_Spec", GatewaySpec, WorkerSpec)
+
+
 def encode(message: msgspec.Struct) -> bytes:
     """Return the JSON of a message, without a line end."""
     return msgspec.json.encode(message)
@@ -378,8 +381,17 @@ def write_private(path: Path, data: bytes) -> None:
 
 def read_spec(path: Path) -> GatewaySpec:
     """Read a gateway's spec. Raises ConfigError that names the file, and the field where one is wrong."""
+    return _read(path, GatewaySpec)
+
+
+def read_worker_spec(path: Path) -> WorkerSpec:
+    """Likewise, a worker's."""
+    return _read(path, WorkerSpec)
+
+
+def _read(path: Path, kind: type[_Spec]) -> _Spec:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=GatewaySpec)
+        return msgspec.json.decode(path.read_bytes(), type=kind)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}; `regauge serve` writes this file") from error
     except msgspec.DecodeError as error:

@@ -31,6 +31,7 @@ from regauge.move.plane import resolve
 from regauge.move.state import shown
 from regauge.move.transports import open_rails
 from regauge.observe import setup_logging
+from regauge.planes import listening
 from regauge.serve import wire
 from regauge.serve.cache_api import cache_news
 from regauge.serve.local_worker import LocalWorker
@@ -184,7 +185,8 @@ async def run(spec_: wire.WorkerSpec) -> None:
     worker = LocalWorker(spec_, memory, model, rails)
     await worker.core.measure()
     await worker.start()
-    sock = listen(config.discovery.advertise or wire.WORKER_HOST, spec_.port)
+    host = config.discovery.advertise or wire.WORKER_HOST
+    sock = listen(host, spec_.port, plane=listening(config.planes.business, host), setting="planes.worker_port")
     server = _Server(uvicorn.Config(Starlette(routes=routes(worker)), log_config=None, log_level="warning",
                                     access_log=False, timeout_graceful_shutdown=5))  # fmt: skip
     stop = asyncio.Event()
