@@ -17,6 +17,7 @@ import msgspec
 
 from regauge import toml
 from regauge.config_bounds import Port
+from regauge.config_planes import MANAGEMENT_PORT
 from regauge.errors import ConfigError
 from regauge.fabric.build import build
 from regauge.fabric.topology import CableKind, EngineName, PlaneName, Role, Topology, TransportName
@@ -141,7 +142,7 @@ class ServingBill(_Strict, frozen=True):
     transport: TransportName = "tcp"
     port: Port = 8_000
     worker_port: Port = 9_000
-    management_port: Port = 9_100
+    management_port: Port = MANAGEMENT_PORT
     prefill_layout: Text = "fp8_e4m3,page=64,hnd"
     decode_layout: Text = "bf16,page=16,nhd"
     prefill_engine: EngineName = "local"

@@ -9,17 +9,16 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv4Network
-from typing import Final, Literal
+from typing import Literal
 
+from regauge.config_planes import PLANES as PLANES  # noqa: PLC0414  # re-exported
+from regauge.config_planes import PlaneName as PlaneName  # noqa: PLC0414  # re-exported
 from regauge.errors import ConfigError
 
-PlaneName = Literal["compute", "business", "management"]
 Role = Literal["prefill", "decode", "gateway"]
 EngineName = Literal["local", "vllm", "sglang"]
 TransportName = Literal["tcp", "mooncake", "nixl"]
 CableKind = Literal["dac", "aec", "aoc", "fibre", "twisted-pair"]
-
-PLANES: Final[tuple[PlaneName, ...]] = ("compute", "business", "management")
 
 
 @dataclass(frozen=True)
