@@ -31,6 +31,7 @@ from regauge import (
     cli_serve,
     cli_sim,
     cli_top,
+    cli_topology,
     cli_why,
 )
 from regauge.errors import ConfigError, LayoutError, Refused, RegaugeError
@@ -91,7 +92,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="regauge", formatter_class=argparse.RawDescriptionHelpFormatter,
         description="KV caches cross between unlike accelerators: checked, planned, carried.",
-        epilog="serving:   serve, worker, keys, top, why\nlayouts:   check, explain, layout, probe\nplanning:  plan, sim\nmeasuring: bench\nbilling:   usage, invoice, prices, meter\nhelp:      version, collect-env\n\n"
+        epilog="serving:   serve, worker, keys, top, why\nlayouts:   check, explain, layout, probe\nplanning:  plan, sim, topology\nmeasuring: bench\nbilling:   usage, invoice, prices, meter\nhelp:      version, collect-env\n\n"
         "exit codes: 0 fine, 1 found a problem, 2 misuse")  # fmt: skip
     verbs = parser.add_subparsers(dest="verb", metavar="COMMAND", required=True, parser_class=_Parser)
 
@@ -142,6 +143,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     cli_plan.arguments(verb("plan", "size a prefill and a decode pool for a workload, and say what binds"))
     cli_sim.arguments(verb("sim", "simulate what a cluster does with a trace"))
+    cli_topology.arguments(
+        _jobs(
+            verb(
+                "topology", "turn a bill of materials into port maps, addresses, network files and switch configuration"
+            )
+        )
+    )
     cli_meter.arguments(verb, _jobs)
     verb("version", "print the version")
     verb("collect-env", "print what a bug report needs")
@@ -188,7 +196,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     verbs = {"serve": cli_serve.run, "worker": cli_serve.run_worker, "check": _check, "explain": _explain, "layout": _layout, "probe": _probe, "bench": _bench,
              "top": cli_top.run, "why": cli_why.run, "usage": cli_meter.run, "invoice": cli_meter.run, "prices": cli_meter.run,
-             "meter": cli_meter.run, "plan": cli_plan.run, "sim": cli_sim.run, "keys": cli_keys.run, "version": _version, "collect-env": _collect_env}  # fmt: skip
+             "meter": cli_meter.run, "plan": cli_plan.run, "sim": cli_sim.run, "topology": cli_topology.run, "keys": cli_keys.run, "version": _version, "collect-env": _collect_env}  # fmt: skip
     try:
         code = verbs[options.verb](options)
         sys.stdout.flush()  # here, where a reader that has gone is no error
