@@ -1,15 +1,13 @@
 """The three planes of a host: what runs is bound to them, and what does not fit is refused before anything starts.
 
-`enforced` does it all. Everything below `look` and `ask_ways` is a pure function of what the kernel said. docs/planes.md has each refusal.
+`enforced` does it all; all but it, `listening`, `interfaces` and `ask_ways` are pure functions of what the kernel said (`planes_here`). docs/planes.md has each refusal.
 """
 
 from __future__ import annotations
 
-import difflib
 import ipaddress
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Final
 from urllib.parse import urlsplit
 
@@ -19,67 +17,11 @@ from regauge.config import ServeConfig, TransferConfig
 from regauge.config_planes import PlaneName, PlanesConfig
 from regauge.errors import ConfigError
 from regauge.move.plane import Plane, resolve
-from regauge.move.rtnetlink import IpAddress, IpNetwork, Link, LocalAddress, Way, links, local_addresses, way
+from regauge.move.rtnetlink import IpAddress, IpNetwork, LocalAddress, Way, local_addresses, way
+from regauge.planes_here import Side, Snapshot, find, look, sides
 
 _UNSET: Final = "127.0.0.1"
 """Default of `transfer.host` and `host`: there a declared plane takes its place."""
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """What the kernel says of this host's network."""
-
-    links: Mapping[str, Link]
-    addresses: Sequence[LocalAddress]
-    devices: Mapping[str, frozenset[str]] = field(default_factory=dict)
-    """RDMA devices, and the network interfaces of their ports."""
-
-    def listed(self) -> str:
-        """Return the addresses in words."""
-        return ", ".join(f"{each.address} ({each.interface})" for each in self.addresses if each.usable) or "none"
-
-
-@dataclass(frozen=True)
-class Side:
-    """One plane of this host."""
-
-    name: PlaneName
-    given: str
-    """As it is declared."""
-    addresses: tuple[LocalAddress, ...]
-    """Of this host on it; the first is where it listens."""
-    network: IpNetwork | None = None
-    """That it was declared as."""
-
-    @property
-    def address(self) -> str:
-        """Where it listens, numeric."""
-        return str(self.addresses[0].address)
-
-    @property
-    def interfaces(self) -> frozenset[str]:
-        """Where its traffic crosses."""
-        return frozenset(each.interface for each in self.addresses)
-
-    @property
-    def networks(self) -> tuple[IpNetwork, ...]:
-        """What lies on it."""
-        own = () if self.network is None else (self.network,)
-        return (*own, *(each.network for each in self.addresses))
-
-    @property
-    def is_loopback(self) -> bool:
-        """Whether it is of this host alone."""
-        return all(each.address.is_loopback for each in self.addresses)
-
-    @property
-    def bind(self) -> str:
-        """Return how `move.plane.resolve` is to be told of it: bound to its interface where it has one, and that has a port."""
-        if len(self.interfaces) > 1 or "lo" in self.interfaces:
-            return self.given
-        [interface] = self.interfaces
-        where = self.given.partition("%")[0]
-        return interface if where == interface else f"{where}%{interface}"
 
 
 @dataclass(frozen=True)
@@ -108,8 +50,17 @@ def enforced(config: ServeConfig) -> ServeConfig:
 
 
 def listening(plane: str, address: str) -> Plane | None:
-    """Return where a server listens: at an address, on the plane that an enforced configuration has; None: none is declared. Raises ConfigError."""
-    return replace(resolve(plane), address=address) if plane else None
+    """Return where a server listens: at an address, for what comes in by its interface; None: no plane is declared. Raises ConfigError."""
+    if not plane:
+        return None
+    found = replace(resolve(plane), address=address)
+    owners = [each.interface for each in local_addresses() if str(each.address) == address]
+    return found if found.interface or owners in ([], ["lo"]) else replace(found, interface=owners[0])
+
+
+def management(planes: PlanesConfig) -> Plane | None:
+    """Return where the management plane's listener is; None: that plane is not declared. Raises ConfigError."""
+    return listening(planes.management, resolve(planes.management).address) if planes.management else None
 
 
 def interfaces(planes: PlanesConfig) -> dict[PlaneName, frozenset[str]]:
@@ -118,27 +69,6 @@ def interfaces(planes: PlanesConfig) -> dict[PlaneName, frozenset[str]]:
 
 
 # -- what the kernel says ----------------------------------------------------------------------------------------------
-
-
-def look(root: Path = Path("/")) -> Snapshot:
-    """Ask the kernel; RDMA devices by sysfs below `root`. Raises ConfigError."""
-    try:
-        found = {link.name: link for link in links()}
-    except OSError as error:
-        raise ConfigError(f"planes: the kernel does not tell this host's links: {error.strerror}") from error
-    devices = {
-        device.name: frozenset(_netdevs(device)) for device in sorted(root.glob("sys/class/infiniband/*"))
-    }  # fmt: skip
-    return Snapshot(found, local_addresses(), devices)
-
-
-def _netdevs(device: Path) -> Iterable[str]:
-    yield from (each.name for each in device.glob("device/net/*"))
-    for each in device.glob("ports/*/gid_attrs/ndevs/*"):
-        try:
-            yield each.read_text().strip()
-        except OSError:  # an empty entry of the table is an error
-            continue
 
 
 def ask_ways(found: Mapping[PlaneName, Side], known: Iterable[Peer]) -> dict[str, Way | None]:
@@ -159,63 +89,6 @@ def _version(address: str) -> int:
     return ipaddress.ip_address(address).version
 
 
-# -- which planes there are --------------------------------------------------------------------------------------------
-
-
-def sides(planes: PlanesConfig, host: Snapshot) -> dict[PlaneName, Side]:
-    """Return the declared planes as this host has them. Raises ConfigError that names the field."""
-    return {name: _side(name, given, host) for name, given in planes.declared().items()}
-
-
-def _side(name: PlaneName, given: str, host: Snapshot) -> Side:
-    setting = f"planes.{name} {given!r}"
-    where, tied, interface = given.partition("%")
-    network, found = _find(setting, where, host)
-    if tied:
-        found = [each for each in found if each.interface == interface]
-        if not found:
-            raise ConfigError(
-                f"{setting}: {interface} has no address there; this host has {host.listed()}: ip address add ADDRESS dev {interface}"
-            )
-    return Side(name, given, tuple(found), network)
-
-
-def _find(setting: str, where: str, host: Snapshot) -> tuple[IpNetwork | None, list[LocalAddress]]:
-    """Return the network that a name of a plane is, and this host's addresses that it means. Raises ConfigError."""
-    if where in host.links:
-        found = [each for each in host.addresses if each.interface == where and each.usable]
-        if not found:
-            raise ConfigError(f"{setting}: the interface has no address: ip address add ADDRESS/BITS dev {where}")
-        return None, sorted(found, key=lambda each: each.address.version)
-    try:
-        wanted = ipaddress.ip_network(where, strict=False)
-    except ValueError as error:
-        near = difflib.get_close_matches(where, host.links, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ConfigError(
-            f"{setting}: is no address, network or interface of this host, which has {host.listed()}{hint}"
-        ) from error
-    if wanted.network_address.is_unspecified:
-        raise ConfigError(f"{setting}: is a wildcard, which lies on every plane; name an address, network or interface")
-    found = [each for each in host.addresses if each.address in wanted and each.usable]
-    if "/" in where:
-        if not found:
-            raise ConfigError(
-                f"{setting}: no address of this host lies in it, it has {host.listed()}; give an interface one: "
-                f"ip address add ADDRESS/{wanted.prefixlen} dev INTERFACE"
-            )
-        return wanted, found
-    address = ipaddress.ip_address(where)
-    if not found and address.is_loopback:
-        found = [LocalAddress("lo", address, ipaddress.ip_network("127.0.0.0/8"), usable=True)]
-    if not found:
-        raise ConfigError(
-            f"{setting}: no interface of this host has this address, it has {host.listed()}; give it to one: "
-            f"ip address add {address}/BITS dev INTERFACE"
-        )
-    return None, found
-
-
 # -- what is bound to them ---------------------------------------------------------------------------------------------
 
 
@@ -223,41 +96,48 @@ def bound(config: ServeConfig, found: Mapping[PlaneName, Side], host: Snapshot) 
     """Return the configuration with hosts filled in from the planes. Raises ConfigError for one that was given and lies on another plane."""
     transfer, http, discovery = config.transfer, config.host, config.discovery
     if compute := found.get("compute"):
-        _check_transfer(transfer, compute, host)
-        if transfer.host == _UNSET:
-            transfer = msgspec.structs.replace(transfer, host=compute.bind)
+        transfer = _transfer(transfer, compute, host)
     if business := found.get("business"):
         http = _http("host", "" if http == _UNSET else http, business, host)
         advertise = _http("discovery.advertise", discovery.advertise, business, host)
         discovery = msgspec.structs.replace(discovery, advertise=advertise)
-    planes = msgspec.structs.replace(config.planes, **{name: side.bind for name, side in found.items()})
-    return msgspec.structs.replace(config, host=http, transfer=transfer, discovery=discovery, planes=planes)
+    return msgspec.structs.replace(config, host=http, transfer=transfer, discovery=discovery)
 
 
 def _http(setting: str, given: str, side: Side, host: Snapshot) -> str:
     """Return the numeric address at which a server listens."""
-    return _on(setting, given, side, host)[0] if given else side.address
+    return str(_on(setting, given, side, host).address) if given else side.address
 
 
-def _on(setting: str, given: str, side: Side, host: Snapshot) -> list[str]:
-    """Return the addresses that a setting means. Raises ConfigError unless all are on a plane."""
-    _, meant = _find(f"{setting} {given!r}", given.partition("%")[0], host)
+def _on(setting: str, given: str, side: Side, host: Snapshot) -> LocalAddress:
+    """Return the address at which what a setting names listens. Raises ConfigError unless it is on a plane."""
+    _, meant = find(f"{setting} {given!r}", given, host)
     own = {each.address for each in side.addresses}
     if alien := [each for each in meant if each.address not in own]:
         raise ConfigError(
             f"{setting} {given!r}: {alien[0].address} ({alien[0].interface}) is not on planes.{side.name} {side.given!r}, where this host has "
             f"{', '.join(sorted(map(str, own)))}; leave {setting} out, or name what is on that plane"
         )
-    return [str(each.address) for each in meant]
+    return meant[0]
 
 
-def _check_transfer(transfer: TransferConfig, compute: Side, host: Snapshot) -> None:
-    given = {"transfer.control": transfer.control, **{f"transfer.nics[{i}]": x for i, x in enumerate(transfer.nics)}}
-    if transfer.host != _UNSET:
-        given["transfer.host"] = transfer.host
-    for setting, value in given.items():
-        if value:
-            _on(setting, value, compute, host)
+def _transfer(transfer: TransferConfig, compute: Side, host: Snapshot) -> TransferConfig:
+    """Return the settings with all that connects bound to interfaces of the compute plane, so that no route takes it elsewhere. Raises ConfigError."""
+    _check_devices(transfer, compute, host)
+
+    def tied(setting: str, given: str) -> str:
+        interface = _on(setting, given, compute, host).interface
+        return given if "%" in given or given == interface or interface == "lo" else f"{given}%{interface}"
+
+    return msgspec.structs.replace(
+        transfer,
+        host=tied("transfer.host", compute.given if transfer.host == _UNSET else transfer.host),
+        control=transfer.control and tied("transfer.control", transfer.control),
+        nics=[tied(f"transfer.nics[{i}]", nic) for i, nic in enumerate(transfer.nics)],
+    )
+
+
+def _check_devices(transfer: TransferConfig, compute: Side, host: Snapshot) -> None:
     for setting, device in _devices(transfer):
         name = device.partition(":")[0]
         known = frozenset({name}) if name in host.links else host.devices.get(name)
@@ -319,7 +199,7 @@ def down(found: Mapping[PlaneName, Side], config: ServeConfig, host: Snapshot) -
     for name, side in found.items():
         used = {side.addresses[0].interface}
         if name == "compute" and config.transfer.nics:
-            nics = [_find(f"transfer.nics {nic!r}", nic.partition("%")[0], host)[1][0] for nic in config.transfer.nics]
+            nics = [find(f"transfer.nics {nic!r}", nic, host)[1][0] for nic in config.transfer.nics]
             used = {each.interface for each in nics}
         for interface in sorted(used):
             link = host.links.get(interface)

@@ -19,9 +19,8 @@ from regauge import __version__
 from regauge.config import LimitsConfig, ServeConfig
 from regauge.config_gateway import GatewayConfig
 from regauge.errors import ConfigError
-from regauge.move.plane import resolve
 from regauge.observe import SHARED, Metrics
-from regauge.planes import listening
+from regauge.planes import listening, management
 from regauge.serve.buckets import Buckets
 from regauge.serve.server import listen
 
@@ -51,13 +50,11 @@ class Place:
 
     def management_listener(self, config: ServeConfig) -> socket.socket | None:
         """Return the listening socket on the management plane; None: that is not declared. Raises ConfigError."""
-        planes = config.planes
-        if not planes.management:
+        if (plane := management(config.planes)) is None:
             return None
         if self.management is not None:
             return _passed(self.management)
-        plane = resolve(planes.management)
-        return listen(plane.address, planes.management_port, plane=plane, setting="planes.management_port")
+        return listen(plane.address, config.planes.management_port, plane=plane, setting="planes.management_port")
 
     def buckets(self) -> Buckets:
         """Return what tenants spent: shared, where there is a file. Raises ConfigError."""

@@ -33,7 +33,7 @@ from regauge.layout.presets import load_model, load_named, with_pages
 from regauge.move.auth import load_key
 from regauge.move.plane import resolve
 from regauge.plan import check
-from regauge.planes import enforced, listening
+from regauge.planes import enforced, listening, management
 from regauge.serve import reload, wire
 from regauge.serve.addresses import url_of
 from regauge.serve.buckets import Buckets
@@ -275,8 +275,7 @@ class Supervisor:
         Buckets.create(self._folder / BUCKETS)
         planes, count = config.planes, len(self.gateways)
         made = [listeners(config.host, config.port, count, listening(planes.business, config.host))]
-        if planes.management:
-            plane = resolve(planes.management)
+        if (plane := management(planes)) is not None:
             made.append(listeners(plane.address, planes.management_port, count, plane, "planes.management_port"))
         for child, own in zip(self.gateways, zip(*made, strict=True), strict=True):
             child.listeners = [*own]
