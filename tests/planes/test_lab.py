@@ -1,0 +1,125 @@
+"""A whole deployment on three hosts with three planes each, as a bill of materials says: `lab.py`. Run by `make test-planes`, as root."""
+
+import json
+import re
+import secrets
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from lab import Lab, lab
+
+SMALL = ["prefill.threads=1", "decode.threads=1", "prefill.pool_tokens=4096", "decode.pool_tokens=4096"]
+GATEWAY, METRICS = "http://10.211.0.13:8000", "http://10.212.0.13:8001"
+MIB = 1 << 20
+PROMPTS = [f"{word} " * 250 for word in ("red", "green", "blue")]
+MOONCAKE = 15_001
+"""A port as its library has: on every interface."""
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    folder = tmp_path_factory.mktemp("lab")
+    key = folder / "key"
+    key.write_text(secrets.token_hex(32))
+    key.chmod(0o600)
+    settings = [word for each in SMALL for word in ("--set", each)]
+    with lab(folder) as made:
+        made.start("d", "serve", "--config", str(made.rendered("d", "regauge/gateway.toml")))
+        for host, role in (("p0", "prefill"), ("p1", "prefill"), ("d", "decode")):
+            config = str(made.rendered(host, "regauge/worker.toml"))
+            made.start(host, "worker", "--role", role, "--name", host, "--config", config, *settings)
+        for name in ("p0", "p1", "d"):  # each, since a gateway is ready with one of each role
+            _, text = made.ask("admin", f"{METRICS}/ready", until=f'"{name}"', limit_s=120)
+        status, text = made.ask("admin", f"{METRICS}/ready", until='"ready"', limit_s=60)
+        assert status == 200, text + "".join(made.log(host) for host in ("d", "p0", "p1"))
+        assert {each["name"] for each in json.loads(text)["workers"] if each["up"]} == {"p0", "p1", "d"}
+        yield made
+
+
+def chat(served: Lab, prompt: str) -> str:
+    messages = [{"role": "user", "content": prompt}]
+    body = {"model": "smollm2-135m-instruct", "messages": messages, "max_tokens": 4, "temperature": 0}
+    status, text = served.ask("client", f"{GATEWAY}/v1/chat/completions", body, limit_s=60)
+    assert status == 200, text
+    found: str = json.loads(text)["choices"][0]["message"]["content"]
+    return found
+
+
+def kv_bytes(served: Lab) -> float:
+    """Bytes of all delivered transfers, as the gateway's metrics have them."""
+    _, text = served.ask("admin", f"{METRICS}/metrics")
+    return sum(float(value) for value in re.findall(r"^regauge_transfer_bytes_sum\{.*\} (\S+)$", text, re.MULTILINE))
+
+
+def test_kv_crosses_the_compute_plane_and_nothing_else_does(served: Lab) -> None:
+    kv, before = kv_bytes(served), served.sent()
+    with ThreadPoolExecutor() as threads:
+        answers = [*threads.map(lambda prompt: chat(served, prompt), PROMPTS)]
+    after = served.sent()
+    kv = kv_bytes(served) - kv
+    sent = {h: {plane: after[h][plane] - count for plane, count in planes.items()} for h, planes in before.items()}
+    assert all(answers)
+    assert kv > 4 * MIB
+    assert kv <= sent["p0"]["compute"] + sent["p1"]["compute"] < 1.05 * kv
+    assert sent["d"]["compute"] < 0.05 * kv
+    for planes in sent.values():
+        assert planes["business"] < 0.05 * kv
+        assert planes["management"] < 0.01 * kv
+
+
+REFUSED = (0, "ConnectionRefusedError")
+
+
+@pytest.mark.parametrize(
+    ("node", "url", "found"),
+    [
+        ("client", f"{GATEWAY}/health", 200),
+        ("client", f"{GATEWAY}/metrics", 404),
+        ("client", f"{GATEWAY}/debug/transfers", 404),
+        ("client", "http://10.211.0.13:8001/metrics", REFUSED),
+        ("client", "http://10.211.0.13:9000/health", 401),  # a worker's own, which wants a token
+        ("client", "http://10.211.0.13:9001/", REFUSED),  # its control port
+        ("client", "http://10.210.0.13:9001/", REFUSED),  # likewise, by an address of the other plane
+        ("admin", f"{METRICS}/metrics", 200),
+        ("admin", f"{METRICS}/debug/transfers", 200),
+        ("admin", f"{METRICS}/v1/models", 404),
+        ("admin", "http://10.212.0.13:8000/health", REFUSED),
+        ("admin", f"{GATEWAY}/health", REFUSED),
+        ("stranger", f"{GATEWAY}/health", REFUSED),
+        ("stranger", f"{METRICS}/metrics", REFUSED),
+        ("stranger", "http://10.210.0.13:9000/health", REFUSED),
+        ("stranger", "http://10.211.0.13:9000/health", REFUSED),
+        ("d", f"{GATEWAY}/health", 200),  # on the host itself all planes are near
+        ("d", f"{METRICS}/metrics", 200),
+    ],
+)
+def test_a_plane_is_answered_on_its_own_interface_alone(
+    served: Lab, node: str, url: str, found: int | tuple[int, str]
+) -> None:
+    """Guests send to addresses of other planes by their own: Linux would take that in."""
+    if node != "d":
+        router = {"client": "10.211.0.13", "admin": "10.212.0.13", "stranger": "10.210.0.13"}[node]
+        served.ip(node, "route", "replace", "default", "via", router)
+    answer = served.ask(node, url)
+    assert (answer if isinstance(found, tuple) else answer[0]) == found
+
+
+def test_firewalls_keep_library_ports_to_the_compute_plane(served: Lab) -> None:
+    """Mooncake listens on every interface; the rendered rules stand before it, and all goes on."""
+    library = [*served.inside("p0", "python3", "-m", "http.server", str(MOONCAKE), "--bind", "0.0.0.0")]  # noqa: S104
+    served.spawn(*library)
+    for node, address in (("client", "10.211.0.11"), ("stranger", "10.210.0.11"), ("admin", "10.212.0.11")):
+        assert served.ask(node, f"http://{address}:{MOONCAKE}/nothing", until="Nothing matches", limit_s=10)[0] == 404
+    for host in ("p0", "p1", "d"):
+        done = served.run(host, "nft", "-f", str(served.rendered(host, "nftables/regauge.nft")))
+        assert done.returncode == 0, done.stderr
+    try:
+        assert served.ask("stranger", f"http://10.210.0.11:{MOONCAKE}/nothing")[0] == 404
+        for node, address in (("client", "10.211.0.11"), ("admin", "10.212.0.11"), ("client", "10.210.0.11")):
+            assert served.ask(node, f"http://{address}:{MOONCAKE}/nothing", limit_s=1)[0] == 0
+        assert served.ask("client", "http://10.211.0.13:9000/health", limit_s=1)[0] == 0
+        assert chat(served, PROMPTS[0].replace("red", "grey"))
+    finally:
+        for host in ("p0", "p1", "d"):
+            served.run(host, "nft", "delete", "table", "inet", "regauge")
