@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import signal
 import socket
@@ -22,7 +23,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from serve_rig import MODEL, TEMPLATE, TOKEN, WAIT_S, free_port, open_rig, train
 
 from certificates import Authority
-from regauge.config import LimitsConfig, ServeConfig
+from regauge.config import LimitsConfig, PlanesConfig, ServeConfig
 from regauge.config_gateway import ClientTlsConfig, GatewayConfig
 from regauge.errors import ConfigError
 from regauge.observe import SHARED
@@ -43,14 +44,15 @@ class Gateways:
 
     folder: Path
     config: ServeConfig
-    sockets: list[socket.socket]
+    sockets: list[list[socket.socket]]
+    """Of each process: for clients, and the management plane's."""
     running: dict[int, asyncio.subprocess.Process]
 
     async def start(self, number: int) -> None:
-        handle = self.sockets[number].fileno()
+        handles = [each.fileno() for each in self.sockets[number]]
         self.running[number] = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "regauge.serve.gateway", str(self.folder / "spec.json"), str(number), str(handle),
-            pass_fds=[handle], env={**os.environ, SHARED: str(self.folder / METRICS)},
+            sys.executable, "-m", "regauge.serve.gateway", str(self.folder / "spec.json"), str(number), *map(str, handles),
+            pass_fds=handles, env={**os.environ, SHARED: str(self.folder / METRICS)},
             stderr=asyncio.subprocess.DEVNULL,
         )  # fmt: skip
 
@@ -78,24 +80,29 @@ class Gateways:
 
 
 @asynccontextmanager
-async def gateways(tokenizer: Tokenizer, folder: Path, rules: GatewayConfig) -> AsyncIterator[Gateways]:
+async def gateways(
+    tokenizer: Tokenizer, folder: Path, rules: GatewayConfig, planes: PlanesConfig | None = None
+) -> AsyncIterator[Gateways]:
     (folder / "tokenizer.json").write_text(train().to_str(), encoding="utf-8")
     (folder / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
     (folder / METRICS).mkdir()
     Buckets.create(folder / BUCKETS)
-    config = ServeConfig(port=free_port(), gateway=rules)
+    config = ServeConfig(port=free_port(), gateway=rules, planes=planes or PlanesConfig())
     async with open_rig(tokenizer) as rig:
         workers = [rig.prefill.address, rig.decode.address]
         spec = wire.GatewaySpec(config, str(folder), MODEL, TOKEN, workers, wire.VerdictInfo("DIRECT"))
         wire.write_spec(folder / "spec.json", spec)
-        found = Gateways(folder, config, listeners(config.host, config.port, rules.processes), {})
+        made = [listeners(config.host, config.port, rules.processes)]
+        if planes is not None:
+            made.append(listeners(planes.management, planes.management_port, rules.processes))
+        found = Gateways(folder, config, [[*each] for each in zip(*made, strict=True)], {})
         try:
             for number in range(rules.processes):
                 await found.start(number)
             await asyncio.gather(*(found.ready(number) for number in range(rules.processes)))
             yield found
         finally:
-            for each in found.sockets:
+            for each in itertools.chain(*found.sockets):
                 each.close()
             for process in found.running.values():
                 process.terminate()
@@ -209,6 +216,41 @@ async def test_tls_for_clients_and_certificates_that_change_under_open_connectio
             assert not await works(trusting(old))
             async with session.get(url, ssl=before) as answer:  # over the connection from before
                 assert answer.status == 200
+
+
+async def test_what_operators_ask_is_answered_by_the_management_plane_alone(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    """By every process, without keys, loopback or TLS."""
+    authority = Authority(tmp_path)
+    authority.issue("a")
+    (tmp_path / "tenants.toml").write_text(f'[tenant.acme]\nkeys = ["{new_key()[1]}"]\n')
+    tls = ClientTlsConfig(str(tmp_path / "a.pem"), str(tmp_path / "a.key"))
+    rules = GatewayConfig(tenants=str(tmp_path / "tenants.toml"), processes=2, tls=tls)
+    planes = PlanesConfig(management="127.0.0.9", management_port=free_port())
+    async with gateways(tokenizer, tmp_path, rules, planes) as all_, aiohttp.ClientSession() as session:
+        context = ssl.create_default_context(cafile=str(authority.path))
+        context.check_hostname = False
+
+        async def ask(path: str, *, management: bool) -> tuple[int, str]:
+            host = (
+                f"http://127.0.0.9:{planes.management_port}" if management else f"https://127.0.0.1:{all_.config.port}"
+            )
+            async with session.get(host + path, ssl=context, headers={"connection": "close"}) as answer:
+                return answer.status, await answer.text()
+
+        paths = ("/health", "/metrics", "/debug/transfers", "/debug/why/x", "/v1/models", "/v1/usage")
+        assert [(await ask(path, management=False))[0] for path in paths] == [200, 404, 404, 404, 401, 401]
+        assert [(await ask(path, management=True))[0] for path in paths] == [200, 200, 200, 404, 404, 404]
+        assert (
+            '"request_not_found"' in (await ask("/debug/why/x", management=True))[1]
+        )  # and not that there is no such page
+        for _ in range(20):
+            assert (await ask("/debug/transfers", management=True))[0] == 200
+        _, text = await ask("/metrics", management=True)
+        assert total(text, "regauge_requests_total", route="/debug/transfers", status="200") == 21
+        files = [path.read_bytes() for path in (tmp_path / METRICS).glob("counter_*.db")]
+        assert len([each for each in files if b"/debug/transfers" in each]) == 2, "both processes have answered"
 
 
 def test_ports_are_shared_among_ourselves_alone() -> None:
