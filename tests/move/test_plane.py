@@ -153,3 +153,35 @@ def test_without_the_right_to_bind_to_an_interface_the_address_still_holds(
         Plane("127.0.0.1", "lo").claim(sock)
         assert sock.getsockname()[0] == "127.0.0.1"
     assert "only the address is bound" in caplog.text
+
+
+@pytest.mark.usefixtures("host")
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("10.210.0.1%cmp", Plane("10.210.0.1", "cmp")),
+        ("10.210.0.0/16%cmp", Plane("10.210.0.1", "cmp", ipaddress.ip_network("10.210.0.0/16"))),
+        ("10.210.0.0/16%inner", Plane("10.210.9.1", "inner", ipaddress.ip_network("10.210.0.0/16"))),
+        ("fe80::1%cmp", Plane("fe80::1", "cmp")),
+    ],
+)
+def test_an_address_or_a_network_on_an_interface(text: str, expected: Plane) -> None:
+    assert resolve(text) == expected
+    if expected.network is not None:
+        with pytest.raises(TransportError, match="lies outside this plane's network"):
+            expected.check("10.211.0.9")
+
+
+@pytest.mark.usefixtures("host")
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("10.210.0.0/16%biz", "biz has none there, it has 10.211.0.1"),
+        ("10.210.0.1%none", "none has none there, it has no address; this host has 127.0.0.1"),
+        ("cmp%cmp", "'cmp' is no address or network"),
+        ("0.0.0.0%cmp", "cmp has none there"),
+    ],
+)
+def test_an_interface_that_does_not_have_it_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolve(text)

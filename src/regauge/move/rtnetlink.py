@@ -99,7 +99,7 @@ def local_addresses() -> list[LocalAddress]:
 def way(target: str, source: str = "") -> Way | None:
     """Return the way to a numeric address, from an address of this host if one is given; None: there is none.
 
-    Raises OSError where the kernel does not tell, as for a source that this host does not have.
+    Raises OSError where the kernel does not tell, as from loopback to another host.
     """
     to = ipaddress.ip_address(target)
     family, bits = (socket.AF_INET, 32) if to.version == 4 else (socket.AF_INET6, 128)
