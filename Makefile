@@ -8,7 +8,7 @@ SGLANG := .venv-sglang
 COMPILED := .venv-compiled
 ARGS ?=
 
-.PHONY: serve test test-chaos test-planes test-transports test-vllm test-sglang test-mixed test-postgres test-etcd test-simgrid test-compiled bench bench-chaos bench-overload bench-vllm bench-sglang gpu check format clean
+.PHONY: serve test test-chaos test-planes test-transports test-vllm test-sglang test-mixed test-postgres test-etcd test-simgrid test-hosts test-compiled bench bench-chaos bench-overload bench-vllm bench-sglang gpu check format clean
 
 serve: $(READY)  ## a real small model, served across a prefill and a decode process
 	$(BIN)/regauge serve $(ARGS)
@@ -41,6 +41,10 @@ test-etcd: $(READY)  ## workers in a real etcd: Debian's package
 test-simgrid: $(READY)  ## the simulated network against SimGrid: Debian's package, for the system's Python
 	scripts/install-simgrid
 	$(BIN)/python -m pytest tests/real_simgrid $(ARGS)
+
+test-hosts: $(READY)  ## rendered network files in systemd-networkd, netplan, udev and nftables: root, Debian's packages
+	scripts/install-hosts
+	$(BIN)/python -m pytest tests/real_hosts $(ARGS)
 
 test-compiled: $(COMPILED)/.ready  ## the router and the simulator compiled by mypyc, in an environment of its own: the same tests
 	$(COMPILED)/bin/python -m pytest tests/route tests/sim $(ARGS)

@@ -165,7 +165,7 @@ class Bill(_Strict, frozen=True):
 def load(source: str | Path) -> Topology:
     """Read a bill of materials: a file, or the name of a shipped one. Raises ConfigError that names file, field and remedy."""
     path = Path(source)
-    if path.suffix != ".toml" and not path.exists():
+    if path.suffix != ".toml" and not path.is_file():
         return decode(_shipped(str(source)).read_bytes(), str(source))
     try:
         data = path.read_bytes()

@@ -134,7 +134,7 @@ def whole(made: Topology) -> None:
     for switch in made.switches:
         _cables(made, switch.name)
     if made.gateway not in {each.name for each in made.servers}:
-        made.server(made.gateway)  # raises, and suggests
+        raise ConfigError(f"gateway: {made.unknown(made.gateway)}")
     for role in ("prefill", "decode"):
         if not made.of_role(role):
             raise ConfigError(f"servers: none is for {role}; add a group with role = {role!r}")

@@ -14,10 +14,11 @@ from regauge.fabric.plans import gbit
 from regauge.fabric.topology import PlaneName, Server, Topology
 
 WIDTH: Final = 1_200
-MARGIN, GAP = 20, 6
+MARGIN, GAP, GAP_FEW = 20, 6, 60
 MOST: Final = 16
 """Boxes in the row; more servers are folded."""
-BOX_LEAST, BOX_MOST = 64, 220
+FEW: Final = 4
+BOX_MOST = 220
 BAR = 34
 SERVERS_TOP, BOX_HEIGHT = 196, 118
 CHARACTER: Final = 0.56
@@ -87,22 +88,21 @@ def _described(topology: Topology) -> str:
 def _boxes(servers: Sequence[Server]) -> Iterator[_Box]:
     shown: list[Server | int] = list(servers)
     if len(servers) > MOST:
-        ends = [servers[0], servers[1], servers[-1]]
-        kept = [each for i, each in enumerate(servers) if each in ends or each.role != servers[i - 1].role][:MOST - 1]  # fmt: skip
-        last = kept.pop() if kept[-1] is servers[-1] else servers[-1]
-        shown = [*kept, len(servers) - len(kept) - 1, last]
-    width = min(BOX_MOST, (WIDTH - 2 * MARGIN - GAP * (len(shown) - 1)) / len(shown))
-    x = (WIDTH - len(shown) * width - GAP * (len(shown) - 1)) / 2
+        kept = MOST - 2
+        shown = [*servers[:kept], len(servers) - kept - 1, servers[-1]]
+    gap = GAP if len(shown) > FEW else GAP_FEW
+    width = min(BOX_MOST, (WIDTH - 2 * MARGIN - gap * (len(shown) - 1)) / len(shown))
+    x = (WIDTH - len(shown) * width - gap * (len(shown) - 1)) / 2
     for each in shown:
         yield _Box(x, width, None, each) if isinstance(each, int) else _Box(x, width, each)
-        x += width + GAP
+        x += width + gap
 
 
 def _plane(topology: Topology, name: PlaneName, boxes: Sequence[_Box], *, bar: int, index: int) -> Iterator[str]:
     """Draw a plane's bar and what hangs on it. `index`: of its cable at a server, so that two do not lie on each other."""
     plane = topology.planes[name]
     switch = topology.switch(plane.switch)
-    used = len(topology.links_of(switch.name))
+    used = sum(link.plane == name for link in topology.links_of(switch.name))
     below = bar > SERVERS_TOP
     yield f'<g class="{name}">'
     for box in boxes:
@@ -131,9 +131,12 @@ def _server(topology: Topology, box: _Box) -> Iterator[str]:
         return
     server = box.server
     yield f'<rect class="{server.role}" x="{box.x:.1f}" y="{SERVERS_TOP}" width="{box.width:.1f}" height="6" rx="3"/>'
-    lines = [(server.name, "strong"), (server.role + (" + gateway" if server.name == topology.gateway and server.role != "gateway" else ""), "small quiet")]  # fmt: skip
+    lines = [(server.name, "strong"), (server.role, "small quiet")]
+    if server.name == topology.gateway and server.role != "gateway":
+        lines.append(("and gateway", "small quiet"))
     if server.accelerators:
-        lines += [(line, "small") for line in _wrapped(f"{len(server.accelerators)} x {server.accelerators[0].model}", box.width)]  # fmt: skip
+        words = f"{len(server.accelerators)} x {server.accelerators[0].model}"
+        lines += [(line, "small") for line in _wrapped(words, box.width)]
     y = SERVERS_TOP + 24
     for line, kind in lines:
         yield _text(middle, y, line, kind, anchor="middle", most=box.width - 4)
@@ -145,7 +148,7 @@ def _server(topology: Topology, box: _Box) -> Iterator[str]:
 
 def _wrapped(text: str, width: float) -> list[str]:
     """Cut a text into lines of a box, between words; three at most."""
-    room, lines = int(width / (11 * CHARACTER)), [""]
+    room, lines = int((width - 4) / (11 * CHARACTER)), [""]
     for word in text.split():
         joined = f"{lines[-1]} {word}".strip()
         if len(joined) <= room or not lines[-1]:

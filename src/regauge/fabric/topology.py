@@ -214,10 +214,14 @@ class Topology:
         for each in self.servers:
             if each.name == name:
                 return each
+        raise ConfigError(self.unknown(name))
+
+    def unknown(self, name: str) -> str:
+        """Return the words for a server that does not exist, with the one that may have been meant."""
         names = [each.name for each in self.servers]
         near = difflib.get_close_matches(name, names, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(names)}"
-        raise ConfigError(f"no server {name!r} in {self.site}; {hint}")
+        return f"no server {name!r} in {self.site}; {hint}"
 
     def switch(self, name: str) -> Switch:
         """Return a switch by name. Raises KeyError."""
