@@ -22,6 +22,8 @@ from regauge.planes_here import Side, Snapshot, find, look, sides
 
 _UNSET: Final = "127.0.0.1"
 """Default of `transfer.host` and `host`: there a declared plane takes its place."""
+_MAIN: Final = 254
+"""Number of the routing table `main`."""
 
 
 @dataclass(frozen=True)
@@ -170,10 +172,12 @@ def overlaps(found: Mapping[PlaneName, Side]) -> list[str]:
     for i, one in enumerate(all_):
         for other in all_[i + 1 :]:
             if shared := sorted(one.interfaces & other.interfaces):
+                wide = next((side for side in (one, other) if len(side.interfaces) > 1), None)
+                moved = _first(wide or other, shared[0])
+                command = f"ip address del {moved} dev {shared[0]}"
                 refused.append(
                     f"planes.{one.name} {one.given!r} and planes.{other.name} {other.given!r} are both on {', '.join(shared)}: what one carries would "
-                    f"wait for the other; give one of them an interface of its own: ip address del {_first(other, shared[0])} dev {shared[0]} "
-                    f"&& ip address add {_first(other, shared[0])} dev INTERFACE"
+                    f"wait for the other; give each its own: {command if wide else f'{command} && ip address add {moved} dev INTERFACE'}"
                 )
             elif pair := next(((a, b) for a in one.networks for b in other.networks if _meet(a, b)), None):
                 refused.append(
@@ -262,7 +266,7 @@ def strays(found: Mapping[PlaneName, Side], known: Iterable[Peer], ways: Mapping
         elif not path.local and (taken := _elsewhere(path.interface, side, found)):
             refused.append(
                 f"{peer.where} {peer.address}: the route to it leaves by {path.interface}, {taken}, and not by planes.{side.name} ({interface}): "
-                f"ip route replace {_route(peer, side)} dev {interface}"
+                f"ip route replace {_route(peer, side)} dev {interface}{'' if path.table == _MAIN else f' table {path.table}'}"
             )
     return refused
 

@@ -15,6 +15,7 @@ import pytest
 from regauge.config import (
     EngineConfig,
     MeterConfig,
+    PlanesConfig,
     ServeConfig,
     ServedConfig,
     ServerConfig,
@@ -258,3 +259,14 @@ def test_ports_in_a_row_are_free() -> None:
     socks = [socket.create_server(("127.0.0.1", first + i)) for i in range(4)]
     for sock in socks:
         sock.close()
+
+
+def test_ports_begin_where_they_are_said_to_and_end_with_the_last_one(tmp_path: Path) -> None:
+    _, gateway = planned(tmp_path, planes=PlanesConfig(worker_port=21_000))
+    assert [(each.name, each.url) for each in gateway.workers] == [
+        (DECODE, "http://127.0.0.1:21000"),
+        (PREFILL, "http://127.0.0.1:21002"),
+    ]
+    many = EngineConfig(vllm=ServedConfig(ranks=300))
+    with pytest.raises(ConfigError, match=r"planes.worker_port: 604 ports from 65000 on are too many"):
+        planned(tmp_path, planes=PlanesConfig(worker_port=65_000), decode=many)

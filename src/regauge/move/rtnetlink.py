@@ -32,6 +32,8 @@ _NEW_ROUTE, _GET_ROUTE = 24, 26
 _IFA_ADDRESS, _IFA_LOCAL = 1, 2
 _IFLA_NAME = 3
 _RTA_TARGET, _RTA_SOURCE, _RTA_INTERFACE, _RTA_GATEWAY = 1, 2, 4, 5
+_RTA_TABLE = 15
+_LOOKUP_TABLE = 0x1000  # say by which table a route is
 _RTN_UNICAST = 1
 _RTN_LOCAL = 2
 _SCOPE_LINK = 253
@@ -72,6 +74,8 @@ class Way:
     """The router that they go by; empty: the address is reached directly."""
     local: bool = False
     """The address is this host's own."""
+    table: int = 254
+    """Number of the routing table that says so; 254 is `main`."""
 
 
 def links() -> list[Link]:
@@ -106,7 +110,7 @@ def way(target: str, source: str = "") -> Way | None:
     parts = [_attribute(_RTA_TARGET, to.packed)]
     if source:
         parts.append(_attribute(_RTA_SOURCE, ipaddress.ip_address(source).packed))
-    head = _ROUTE.pack(family, bits, bits if source else 0, 0, 0, 0, 0, 0, 0)
+    head = _ROUTE.pack(family, bits, bits if source else 0, 0, 0, 0, 0, 0, _LOOKUP_TABLE)
     try:
         for kind, body in _ask(_GET_ROUTE, _REQUEST, head + b"".join(parts)):
             if kind == _NEW_ROUTE:
@@ -192,7 +196,10 @@ def _way(data: bytes) -> Way | None:
     if interface is None:
         return None
     gateway = str(ipaddress.ip_address(found[_RTA_GATEWAY])) if _RTA_GATEWAY in found else ""
-    return Way(interface, gateway, kind == _RTN_LOCAL)
+    local = kind == _RTN_LOCAL
+    if local or _RTA_TABLE not in found:
+        return Way(interface, gateway, local)
+    return Way(interface, gateway, table=_INDEX.unpack(found[_RTA_TABLE])[0])
 
 
 def _named(index: int) -> str | None:

@@ -46,7 +46,7 @@ def _sized(config: ServeConfig, role: Role, workers: int | None) -> ServeConfig:
     """Return the configuration with so many workers, which have this host's cores for themselves."""
     engine = config.engine(role)
     count = engine.workers if workers is None else workers
-    threads = engine.threads or max((os.cpu_count() or 2) // count, 1)
+    threads = engine.threads or max((os.cpu_count() or 2) // max(count, 1), 1)
     try:
         sized = msgspec.convert({**msgspec.to_builtins(engine), "workers": count, "threads": threads}, type(engine))
     except msgspec.ValidationError as error:
