@@ -34,8 +34,13 @@ def link(prefill: Node, decode: Node, here: str, there: str, kind: str = "tcp", 
 @pytest.mark.parametrize("kind", ["tcp"])
 @pytest.mark.parametrize(
     ("here", "there"),
-    [("pcmp", "dcmp"), ("10.210.0.1", "10.210.0.2"), ("10.210.0.0/24", "10.210.0.0/24")],
-    ids=["interface", "address", "network"],
+    [
+        ("pcmp", "dcmp"),
+        ("10.210.0.1", "10.210.0.2"),
+        ("10.210.0.0/24", "10.210.0.0/24"),
+        ("10.210.0.0/24%pcmp", "10.210.0.2%dcmp"),
+    ],
+    ids=["interface", "address", "network", "tied"],
 )
 def test_kv_stays_on_the_compute_plane(
     net: Net, nodes: Callable[[str], Node], kind: str, here: str, there: str
@@ -76,12 +81,13 @@ def test_an_interface_holds_against_a_wrong_route_and_an_address_does_not(
     """Linux answers for any of its addresses on any interface, and routes by the target alone."""
     net.ip("p", "route", "add", "10.210.0.2/32", "via", "10.211.0.2", "dev", "pbiz")
     try:
-        before = net.sent()
-        link(prefill := nodes("p"), decode := nodes("d"), "pcmp", "dcmp")
-        prefill.ask(f"write {MIB}")
-        bound = net.since(before)
-        assert bound["cmp"] >= MIB
-        assert bound["biz"] < NOISE
+        for here, there in (("10.210.0.0/24%pcmp", "10.210.0.0/24%dcmp"), ("pcmp", "dcmp")):
+            before = net.sent()
+            link(prefill := nodes("p"), decode := nodes("d"), here, there)
+            prefill.ask(f"write {MIB}")
+            bound = net.since(before)
+            assert bound["cmp"] >= MIB
+            assert bound["biz"] < NOISE
         before = net.sent()
         link(prefill := nodes("p"), nodes("d"), "10.210.0.1", "10.210.0.2")
         prefill.ask(f"write {MIB}")
