@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from regauge.config import EngineConfig, ServeConfig, ServedConfig, ServerConfig, TransferConfig, decode
 from regauge.config_discovery import DiscoveryConfig, WorkerConfig
-from regauge.config_planes import PLANES, PlanesConfig
+from regauge.config_planes import PLANES, PlaneName, PlanesConfig
 from regauge.errors import ConfigError
 from regauge.move.rtnetlink import Link, LocalAddress, Way
-from regauge.planes import bound, down, enforced, listening, overlaps, peers, strays
+from regauge.planes import astray, bound, down, enforced, listening, overlaps, peers, strays
 from regauge.planes_here import Snapshot, sides
 
 
@@ -231,3 +231,20 @@ def test_the_kernels_own_answers_are_used() -> None:
     assert enforced(ServeConfig(planes=planes, discovery=far)).host == "127.0.0.2"
     with pytest.raises(ConfigError, match=r"planes.compute '192.0.2.77': no interface of this host has this address"):
         enforced(ServeConfig(planes=PlanesConfig("192.0.2.77")))
+
+
+@pytest.mark.parametrize(
+    ("plane", "host", "other"),
+    [
+        ("business", "10.211.0.77", None),
+        ("business", "203.0.113.5", None),  # of no plane: clients and gateways may be anywhere
+        ("business", "gateway.example", None),
+        ("business", "10.210.3.4", "compute"),
+        ("business", "[10.212.0.9]", "management"),
+        ("compute", "10.211.0.13", "business"),
+        ("compute", "10.210.200.1", None),
+    ],
+)
+def test_an_address_in_the_network_of_another_plane_is_astray(plane: PlaneName, host: str, other: str | None) -> None:
+    assert astray(sides(LAB, HOST), plane, host) == other
+    assert astray({}, plane, host) is None

@@ -65,9 +65,26 @@ def management(planes: PlanesConfig) -> Plane | None:
     return listening(planes.management, resolve(planes.management).address) if planes.management else None
 
 
+def here(planes: PlanesConfig) -> dict[PlaneName, Side]:
+    """Return the declared planes of this host; where none is, the kernel is not asked. Raises ConfigError."""
+    return sides(planes, look()) if planes.declared() else {}
+
+
 def interfaces(planes: PlanesConfig) -> dict[PlaneName, frozenset[str]]:
     """Return the interfaces of each declared plane of this host. Raises ConfigError."""
-    return {name: side.interfaces for name, side in sides(planes, look()).items()}
+    return {name: side.interfaces for name, side in here(planes).items()}
+
+
+def astray(found: Mapping[PlaneName, Side], plane: PlaneName, host: str) -> PlaneName | None:
+    """Return the other declared plane whose network has a numeric address that should be on this one; None: nothing is wrong, or nobody knows."""
+    address = _numeric(host)
+    if plane not in found or address is None or _in(address, found[plane]):
+        return None
+    return next((name for name, side in found.items() if _in(address, side)), None)
+
+
+def _in(address: IpAddress, side: Side) -> bool:
+    return any(address in network for network in side.networks)
 
 
 # -- what the kernel says ----------------------------------------------------------------------------------------------

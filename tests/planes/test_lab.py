@@ -3,8 +3,10 @@
 import json
 import re
 import secrets
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from lab import Lab, lab
@@ -13,6 +15,7 @@ SMALL = ["prefill.threads=1", "decode.threads=1", "prefill.pool_tokens=4096", "d
 GATEWAY, METRICS = "http://10.211.0.13:8000", "http://10.212.0.13:8001"
 MIB = 1 << 20
 PROMPTS = [f"{word} " * 250 for word in ("red", "green", "blue")]
+REGISTER = Path(__file__).with_name("lab_register.py")
 MOONCAKE = 15_001
 """A port as its library has: on every interface."""
 
@@ -25,7 +28,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     key.chmod(0o600)
     settings = [word for each in SMALL for word in ("--set", each)]
     with lab(folder) as made:
-        made.start("d", "serve", "--config", str(made.rendered("d", "regauge/gateway.toml")))
+        gateway = str(made.rendered("d", "regauge/gateway.toml"))
+        made.start("d", "serve", "--config", gateway, "--set", "gateway.processes=2")
         for host, role in (("p0", "prefill"), ("p1", "prefill"), ("d", "decode")):
             config = str(made.rendered(host, "regauge/worker.toml"))
             made.start(host, "worker", "--role", role, "--name", host, "--config", config, *settings)
@@ -103,6 +107,16 @@ def test_a_plane_is_answered_on_its_own_interface_alone(
         served.ip(node, "route", "replace", "default", "via", router)
     answer = served.ask(node, url)
     assert (answer if isinstance(found, tuple) else answer[0]) == found
+
+
+def test_a_worker_that_registers_with_an_address_of_another_plane_is_left_out(served: Lab) -> None:
+    """As one without [planes], that advertises its compute address. What is signed with the key is believed but for that."""
+    done = served.run("p1", sys.executable, str(REGISTER), GATEWAY, str(served.folder / "key"), "10.210.0.12")
+    assert done.stdout == "200\n", done.stderr
+    _, text = served.ask("admin", f"{METRICS}/ready")
+    assert "astray" not in text
+    line = "the worker is left out .*error='its url 10.210.0.12 is on planes.compute, and belongs on planes.business"
+    assert re.search(line, served.log("d")), served.log("d")
 
 
 def test_firewalls_keep_library_ports_to_the_compute_plane(served: Lab) -> None:

@@ -43,6 +43,7 @@ from regauge.errors import ConfigError, StoreError
 from regauge.layout import files
 from regauge.move.tls import from_config
 from regauge.observe import Metrics, get_logger, setup_logging
+from regauge.planes import here
 from regauge.route.router import Router
 from regauge.serve import reload, wire
 from regauge.serve.answer import House, error_response
@@ -99,7 +100,7 @@ def build_app(
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         """Watch the workers while the app runs; end what is left when it stops."""
         await fleet.start()
-        beside = [asyncio.create_task(follow(fleet, pools, [*fleet.workers]))]
+        beside = [asyncio.create_task(follow(fleet, pools, [*fleet.workers], here(config.planes)))]
         if meter is not None and meter.looks:
             beside.append(asyncio.create_task(Collector(fleet, meter).run()))
         try:

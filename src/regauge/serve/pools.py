@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Final
+from urllib.parse import urlsplit
 
 from regauge.config import ServeConfig
+from regauge.config_planes import PlaneName
 from regauge.errors import LayoutError
 from regauge.observe import ERROR, WORKER, get_logger
+from regauge.planes import astray
+from regauge.planes_here import Side
 from regauge.serve.discovery import Source, Static, merged
 from regauge.serve.etcd import EtcdSource
 from regauge.serve.fleet import Fleet
 from regauge.serve.kubernetes import KubernetesSource
-from regauge.serve.registry import Change, Drained, Joined, Left
+from regauge.serve.registry import Change, Drained, Entry, Joined, Left
 
 
 def sources(config: ServeConfig) -> list[Source]:
@@ -27,20 +33,28 @@ def sources(config: ServeConfig) -> list[Source]:
     return found
 
 
-async def follow(fleet: Fleet, sources: Sequence[Source], taken: Iterable[str] = ()) -> None:
-    """Do what the sources tell until cancelled. Names that are `taken` are of the gateway's own workers."""
+Planes = Mapping[PlaneName, Side]
+NOWHERE: Final[Planes] = MappingProxyType({})
+"""No plane is declared."""
+
+
+async def follow(fleet: Fleet, sources: Sequence[Source], taken: Iterable[str] = (), planes: Planes = NOWHERE) -> None:
+    """Do what the sources tell until cancelled. Names that are `taken` are of the gateway's own workers; who is on the wrong one of `planes` is left out."""
     async for changes in merged(sources, taken):
         for change in changes:
-            apply(fleet, change)
+            apply(fleet, change, planes)
 
 
-def apply(fleet: Fleet, change: Change) -> None:
+def apply(fleet: Fleet, change: Change, planes: Planes = NOWHERE) -> None:
     """Do what one change says."""
     match change:
         case Joined(entry):
             known = fleet.workers.get(entry.name)
             if known is not None:  # another process, or another address
                 fleet.leave(entry.name, "another worker has joined under its name")
+            if wrong := misplaced(entry, planes):
+                get_logger(**{WORKER: entry.name}).error("the worker is left out", **{ERROR: wrong})
+                return
             try:
                 layout = entry.read_layout()
             except LayoutError as error:
@@ -53,3 +67,14 @@ def apply(fleet: Fleet, change: Change) -> None:
             fleet.drain(name, draining=draining)
         case Left(name, reason):
             fleet.leave(name, reason)
+
+
+def misplaced(entry: Entry, planes: Planes) -> str:
+    """Return which address of a worker is on the wrong plane of this host, in words; empty: none, as far as numbers tell."""
+    address = entry.address
+    places: list[tuple[PlaneName, str, str]] = [("business", "url", urlsplit(address.url).hostname or "")]
+    places += [("compute", "ranks.control", rank.control[0]) for rank in address.ranks if rank.control is not None]
+    for plane, what, host in places:
+        if other := astray(planes, plane, host):
+            return f"its {what} {host} is on planes.{other}, and belongs on planes.{plane}; set [planes] where it runs"
+    return ""
