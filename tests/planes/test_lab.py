@@ -3,6 +3,7 @@
 import json
 import re
 import secrets
+import signal
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -137,3 +138,32 @@ def test_firewalls_keep_library_ports_to_the_compute_plane(served: Lab) -> None:
     finally:
         for host in ("p0", "p1", "d"):
             served.run(host, "nft", "delete", "table", "inet", "regauge")
+
+
+def test_files_are_read_anew_while_all_runs(served: Lab) -> None:
+    """What the planes have filled in is no change."""
+    gateway = served.processes[0]
+    before = served.log("d").count("the configuration was read anew")
+    gateway.send_signal(signal.SIGHUP)
+    text = served.log("d")
+    for _ in range(100):
+        if (text := served.log("d")).count("the configuration was read anew") == before + 2:  # two processes
+            break
+        served.ask("client", f"{GATEWAY}/health")
+    else:
+        pytest.fail(text)
+    assert "a restart is needed" not in text
+    assert "was not read anew" not in text
+
+
+def test_a_host_that_stops_leaves_and_the_others_go_on(served: Lab) -> None:
+    [p1] = [process for process in served.processes if served.namespace("p1") in process.args]  # type: ignore[operator]
+    p1.terminate()
+    assert p1.wait(30) == 0
+    _, text = served.ask("admin", f"{METRICS}/ready")
+    for _ in range(100):  # both gateway processes look at who is there, twice a second
+        if '"p1"' not in text:
+            break
+        _, text = served.ask("admin", f"{METRICS}/ready")
+    assert {each["name"] for each in json.loads(text)["workers"]} == {"p0", "d"}
+    assert chat(served, PROMPTS[0].replace("red", "white"))
