@@ -59,7 +59,7 @@ class PlaneBill(_Strict, frozen=True):
     network: Text
     speed: Speed
     mtu: Annotated[int, msgspec.Meta(ge=1_280, le=9_216)] = 1_500
-    vlan: Annotated[int, msgspec.Meta(ge=1, le=4_094)] | None = None
+    vlan: Annotated[int, msgspec.Meta(ge=2, le=4_094)] | None = None
     router: Text = ""
     rail_prefix: Annotated[int, msgspec.Meta(ge=8, le=30)] | None = None
     first_host: Host = 11
