@@ -84,7 +84,7 @@ def bills(draw: st.DrawFn) -> dict[str, Any]:
         planes["compute"]["rail_prefix"] = draw(st.integers(22, 25))
     planes["business"] |= {"vlan": 11} if draw(st.booleans()) else {}
     planes["management"] |= {"vlan": 12, "router": "10.212.0.1"} if draw(st.booleans()) else {}
-    planes["compute"] |= {"vlan": draw(st.integers(1, 4_094))} if draw(st.booleans()) else {}
+    planes["compute"] |= {"vlan": draw(st.integers(2, 4_094))} if draw(st.booleans()) else {}
     breakout = draw(st.sampled_from([1, 2, 4]))
     needed = rails * (prefill + decode_servers)
     fast = {"speed": f"{400 * breakout}G", "breakout": breakout, "lanes": 8}

@@ -162,6 +162,13 @@ def test_planes_on_one_switch_need_vlans() -> None:
     assert len(made(bill).links_of("mgm")) == 3 + 3 + 3 + 1
 
 
+def test_a_slip_of_the_keyboard_is_not_built() -> None:
+    bill = changed("servers.0.count", 1_024)
+    bill["servers"] *= 5
+    with pytest.raises(ConfigError, match=r"servers: 5125 of them, and 4096 are the most; lower a count"):
+        made(bill)
+
+
 def test_rdma_needs_devices() -> None:
     bill = changed("servers.1.nics.1.rdma", None)
     bill["serving"] = {"transport": "mooncake"}

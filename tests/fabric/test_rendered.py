@@ -97,6 +97,11 @@ def from_netplan(said: dict[str, Any]) -> dict[str, Any]:
             "table": said.get("table", 0), "metric": said.get("metric", 0), "source": said.get("from")}  # fmt: skip
 
 
+def test_a_name_that_yaml_takes_for_a_truth_value_stays_a_name() -> None:
+    text = render(made(changed("servers.1.nics.2.interface", "no")), ["netplan"])["hosts/d0/netplan/60-regauge.yaml"]
+    assert "no" in yaml.safe_load(text)["network"]["ethernets"]
+
+
 def test_each_rail_answers_from_its_own_nic() -> None:
     topology = load("prefill-12-decode-1")
     wired = {each.nic.interface: each for each in wire(topology, topology.server("decode-0"))}

@@ -76,6 +76,11 @@ def check(config: dict[str, Any]) -> None:
     for port in config["PORT"].values():
         assert 68 <= int(port["mtu"]) <= 9216
         assert 1 <= int(port["speed"]) <= 1_600_000
+    for entry in config["PFC_WD"].values():
+        assert all(100 <= int(value) <= 1_000 for field, value in entry.items() if field != "action")
+    for name, vlan in config.get("VLAN", {}).items():
+        assert name == f"Vlan{vlan['vlanid']}"
+        assert 2 <= int(vlan["vlanid"]) <= 4_094
     for profile in config["WRED_PROFILE"].values():
         for colour in ("green", "yellow", "red"):
             assert int(profile[f"{colour}_max_threshold"]) >= int(profile[f"{colour}_min_threshold"])

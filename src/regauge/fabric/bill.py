@@ -27,7 +27,7 @@ Pattern = Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9-]*(\{n(:0[1-9])?\})?[a-
 Interface = Annotated[str, msgspec.Meta(pattern=r"^[a-z][a-z0-9_.-]{0,14}$")]
 Device = Annotated[str, msgspec.Meta(pattern=r"^([a-zA-Z][a-zA-Z0-9_.-]{0,30})?$")]
 Pci = Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7])?$")]
-Speed = Annotated[str, msgspec.Meta(pattern=r"^[0-9]+(\.[0-9]+)?G$")]
+Speed = Annotated[str, msgspec.Meta(pattern=r"^[1-9][0-9]{0,4}(\.[0-9]{1,3})?G$")]
 Text = Annotated[str, msgspec.Meta(max_length=500)]
 Numa = Annotated[int, msgspec.Meta(ge=0, le=63)]
 Dscp = Annotated[int, msgspec.Meta(ge=0, le=63)]
@@ -59,7 +59,7 @@ class PlaneBill(_Strict, frozen=True):
     network: Text
     speed: Speed
     mtu: Annotated[int, msgspec.Meta(ge=1_280, le=9_216)] = 1_500
-    vlan: Annotated[int, msgspec.Meta(ge=1, le=4_094)] | None = None
+    vlan: Annotated[int, msgspec.Meta(ge=2, le=4_094)] | None = None
     router: Text = ""
     rail_prefix: Annotated[int, msgspec.Meta(ge=8, le=30)] | None = None
     first_host: Host = 11

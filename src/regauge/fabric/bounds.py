@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+MOST_SERVERS: Final = 4_096
+"""Of a deployment: more are a slip of the keyboard, or want a network with more than one switch on a plane."""
+
 REACH_M: Final[Mapping[CableKind, tuple[tuple[int, float], ...]]] = {
     "dac": ((400 * 10**9, 2.0), (200 * 10**9, 3.0), (0, 5.0)),
     "twisted-pair": ((0, 100.0),),
@@ -23,8 +26,16 @@ REACH_M: Final[Mapping[CableKind, tuple[tuple[int, float], ...]]] = {
 (200GBASE-CR4, 3 m), 92 and 110 (100GBASE-CR4 and 25GBASE-CR, 5 m), 40 and 55 (1000BASE-T, 10GBASE-T, 100 m)."""
 
 
+def size(bill: Bill) -> None:
+    """Check how many servers there are, before any is made."""
+    if (count := sum(group.count for group in bill.servers)) > MOST_SERVERS:
+        raise ConfigError(
+            f"servers: {count} of them, and {MOST_SERVERS} are the most; lower a count, or split the site"
+        )
+
+
 def switches(bill: Bill) -> None:
-    """Check that each plane has one switch, that planes on one switch are apart, and speeds of ports and cables."""
+    """Check that each plane has one switch, that planes on one switch are apart, and how cages split."""
     for plane in PLANES:
         having = [name for name, switch in bill.switches.items() if plane in switch.planes]
         if not having:

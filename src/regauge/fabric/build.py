@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 def build(bill: Bill) -> Topology:
     """Return the topology of a bill. Raises ConfigError that names the field and the remedy."""
+    bounds.size(bill)
     bounds.switches(bill)
     planes: Mapping[str, Plane] = {
         name: _plane(name, getattr(bill.planes, name), _switch_of(bill, name), _rails(bill)) for name in PLANES

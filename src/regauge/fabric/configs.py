@@ -14,7 +14,7 @@ NODE_EXPORTER_PORT = 9_100
 
 
 def configs(topology: Topology) -> dict[str, str]:
-    """Return `worker.toml` for each host that computes, as `regauge worker --config` takes it, and `gateway.toml` for the gateway's (`regauge serve --config`)."""
+    """Return `worker.toml` for each host that computes, as `regauge worker --role ROLE --config` takes it, and `gateway.toml` for the gateway's (`regauge serve --config`)."""
     found = {f"hosts/{server.name}/regauge/worker.toml": _file(topology, _worker(topology, server))
              for server in topology.of_role("prefill", "decode")}  # fmt: skip
     gateway = topology.server(topology.gateway)

@@ -149,7 +149,7 @@ def _netplan(topology: Topology, server: Server) -> str:
     lines = ["network:", "  version: 2", "  renderer: networkd", "  ethernets:"]
     for wired in wire(topology, server):
         nic = wired.nic
-        lines += [f"    {nic.interface}:", f"      addresses: [{nic.address}/{nic.network.prefixlen}]", f"      mtu: {wired.mtu}",
+        lines += [f'    "{nic.interface}":', f"      addresses: [{nic.address}/{nic.network.prefixlen}]", f"      mtu: {wired.mtu}",
                   "      dhcp4: false", "      dhcp6: false", "      accept-ra: false", "      link-local: []"]  # fmt: skip
         if wired.routes:
             lines += ["      routes:", *(f"        - {{{_netplan_route(route)}}}" for route in wired.routes)]

@@ -1,6 +1,6 @@
 """Commands that set up a host's compute NICs for lossless RoCE, and what the transfer libraries must be told in the environment.
 
-The generic part is `dcb` (iproute2, dcb-app(8), dcb-pfc(8)): with a DSCP entry mlx5's driver trusts DSCP. Where a driver offers more
+The generic part is `dcb` (iproute2, dcb-dcbx(8), dcb-app(8), dcb-pfc(8)): with a DSCP entry mlx5's driver trusts DSCP. Where a driver offers more
 in sysfs or configfs (congestion control per priority, traffic class of connections), it is set there; where it does not, the script says so.
 """
 
@@ -52,6 +52,7 @@ def _nic(nic: Nic, roce: Roce) -> str:
     cm = f"/sys/kernel/config/rdma_cm/{nic.rdma}"
     return f"""
 # rail {nic.rail or 0}: {name}, {nic.rdma}
+dcb dcbx set dev {name} host ieee || missing {name} "that the host decides, not the NIC's firmware"
 dcb app replace dev {name} dscp-prio {roce.dscp}:{roce.priority} {roce.cnp_dscp}:{roce.cnp_priority} || missing {name} "priorities by DSCP"
 dcb pfc set dev {name} prio-pfc {pfc} || missing {name} "PFC"
 ethtool -A {name} rx off tx off 2>/dev/null || true # global pause frames would stop every priority

@@ -1,7 +1,7 @@
 """The part of a SONiC switch's `config_db.json` that a lossless compute plane needs. `config load FILE` lays it over the switch's own.
 
 Tables, fields and their values are those of SONiC's YANG models (sonic-net/sonic-buildimage, src/sonic-yang-models, read 2026-12).
-What a switch gets from its platform is left to it: lanes of ports, buffer pools and their sizes. With the dynamic buffer model a
+Ports of SONiC route unless they are in a VLAN, so that the plane needs one, or the switch's own files give it. What a switch gets from its platform is left to it: lanes of ports, buffer pools and their sizes. With the dynamic buffer model a
 priority group whose profile is `NULL` is lossless, with headroom from the port's speed, MTU and `CABLE_LENGTH`.
 """
 
