@@ -19,7 +19,7 @@ test: $(READY)  ## all tests
 test-chaos: $(READY)  ## a real deployment whose processes are killed and stand still: a minute
 	$(BIN)/python -m pytest tests/chaos $(ARGS)
 
-test-planes: $(READY)  ## KV stays on its network: root, `ip` and `tc`
+test-planes: $(READY)  ## three hosts with three planes each, and KV stays on its own: root, `ip`, `tc`, `nft` and `sysctl`
 	$(BIN)/python -m pytest tests/planes $(ARGS)
 
 test-transports: $(VENV)/.transports  ## Mooncake and NIXL over tcp: two wheels and libibverbs1

@@ -9,14 +9,18 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
+import secrets
+import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from net import call
+from net import call, missing
 
 from regauge.fabric.bill import load
 from regauge.fabric.render import render
@@ -92,6 +96,57 @@ class Lab:
         return (self.folder / f"{node}.log").read_text()
 
 
+SMALL = ["prefill.threads=1", "decode.threads=1", "prefill.pool_tokens=4096", "decode.pool_tokens=4096"]
+GATEWAY, METRICS = "http://10.211.0.13:8000", "http://10.212.0.13:8001"
+"""On host d, for clients and for whoever runs it."""
+MODEL = "smollm2-135m-instruct"
+
+
+def deploy(lab_: Lab, *prefill: str) -> None:
+    """Start the gateway, as two processes, and a worker on d and on each of these hosts, from their rendered files; return when all are up."""
+    key = lab_.folder / "key"
+    key.write_text(secrets.token_hex(32))
+    key.chmod(0o600)
+    gateway = str(lab_.rendered("d", "regauge/gateway.toml"))
+    lab_.start("d", "serve", "--config", gateway, "--set", "gateway.processes=2")
+    settings = [word for each in SMALL for word in ("--set", each)]
+    for host in ("d", *prefill):
+        config = str(lab_.rendered(host, "regauge/worker.toml"))
+        role = lab_.topology.server(host).role
+        lab_.start(host, "worker", "--role", role, "--name", host, "--config", config, *settings)
+    for name in ("d", *prefill):  # each, since a gateway is ready with one of each role
+        lab_.ask("admin", f"{METRICS}/ready", until=f'"{name}"', limit_s=120)
+    status, text = lab_.ask("admin", f"{METRICS}/ready", until='"ready"', limit_s=60)
+    assert status == 200, text + "".join(lab_.log(host) for host in ("d", *prefill))
+    assert {each["name"] for each in json.loads(text)["workers"] if each["up"]} == {"d", *prefill}
+
+
+def chat(lab_: Lab, prompt: str) -> str:
+    """Ask from the client's place; return the answer's text."""
+    messages = [{"role": "user", "content": prompt}]
+    body = {"model": MODEL, "messages": messages, "max_tokens": 4, "temperature": 0}
+    status, text = lab_.ask("client", f"{GATEWAY}/v1/chat/completions", body, limit_s=60)
+    assert status == 200, text
+    found: str = json.loads(text)["choices"][0]["message"]["content"]
+    return found
+
+
+def kv_bytes(lab_: Lab) -> float:
+    """Bytes of all delivered transfers, as the gateway's metrics have them."""
+    _, text = lab_.ask("admin", f"{METRICS}/metrics")
+    return sum(float(value) for value in re.findall(r"^regauge_transfer_bytes_sum\{.*\} (\S+)$", text, re.MULTILINE))
+
+
+def crossed(lab_: Lab, prompts: Iterable[str]) -> tuple[float, dict[str, dict[str, int]]]:
+    """Ask all of these at once; return the bytes of KV that the metrics say, and what each host has sent by plane meanwhile."""
+    kv, before = kv_bytes(lab_), lab_.sent()
+    with ThreadPoolExecutor() as threads:
+        assert all(threads.map(lambda prompt: chat(lab_, prompt), prompts))
+    after = lab_.sent()
+    kv = kv_bytes(lab_) - kv
+    return kv, {h: {plane: after[h][plane] - n for plane, n in planes.items()} for h, planes in before.items()}
+
+
 def environment() -> dict[str, str]:
     """One thread for each model: the machine has few cores, and three of them run."""
     return {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -100,6 +155,8 @@ def environment() -> dict[str, str]:
 @contextlib.contextmanager
 def lab(folder: Path, bill: Path = BILL) -> Iterator[Lab]:
     """Make the hosts; everything goes with them at the end."""
+    absent = missing() or ", ".join(tool for tool in ("nft", "sysctl", "ss") if shutil.which(tool) is None)
+    assert not absent, f"not found: {absent}; run `apt-get install nftables procps iproute2`"
     text = bill.read_text() + f'key_file = "{folder}/key"\n'  # its last table is `serving`
     (folder / bill.name).write_text(text)
     made = Lab(load(folder / bill.name), folder)

@@ -2,18 +2,14 @@
 
 import json
 import re
-import secrets
 import signal
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from lab import Lab, lab
+from lab import GATEWAY, METRICS, Lab, chat, crossed, deploy, lab
 
-SMALL = ["prefill.threads=1", "decode.threads=1", "prefill.pool_tokens=4096", "decode.pool_tokens=4096"]
-GATEWAY, METRICS = "http://10.211.0.13:8000", "http://10.212.0.13:8001"
 MIB = 1 << 20
 PROMPTS = [f"{word} " * 250 for word in ("red", "green", "blue")]
 REGISTER = Path(__file__).with_name("lab_register.py")
@@ -23,48 +19,13 @@ MOONCAKE = 15_001
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
-    folder = tmp_path_factory.mktemp("lab")
-    key = folder / "key"
-    key.write_text(secrets.token_hex(32))
-    key.chmod(0o600)
-    settings = [word for each in SMALL for word in ("--set", each)]
-    with lab(folder) as made:
-        gateway = str(made.rendered("d", "regauge/gateway.toml"))
-        made.start("d", "serve", "--config", gateway, "--set", "gateway.processes=2")
-        for host, role in (("p0", "prefill"), ("p1", "prefill"), ("d", "decode")):
-            config = str(made.rendered(host, "regauge/worker.toml"))
-            made.start(host, "worker", "--role", role, "--name", host, "--config", config, *settings)
-        for name in ("p0", "p1", "d"):  # each, since a gateway is ready with one of each role
-            _, text = made.ask("admin", f"{METRICS}/ready", until=f'"{name}"', limit_s=120)
-        status, text = made.ask("admin", f"{METRICS}/ready", until='"ready"', limit_s=60)
-        assert status == 200, text + "".join(made.log(host) for host in ("d", "p0", "p1"))
-        assert {each["name"] for each in json.loads(text)["workers"] if each["up"]} == {"p0", "p1", "d"}
+    with lab(tmp_path_factory.mktemp("lab")) as made:
+        deploy(made, "p0", "p1")
         yield made
 
 
-def chat(served: Lab, prompt: str) -> str:
-    messages = [{"role": "user", "content": prompt}]
-    body = {"model": "smollm2-135m-instruct", "messages": messages, "max_tokens": 4, "temperature": 0}
-    status, text = served.ask("client", f"{GATEWAY}/v1/chat/completions", body, limit_s=60)
-    assert status == 200, text
-    found: str = json.loads(text)["choices"][0]["message"]["content"]
-    return found
-
-
-def kv_bytes(served: Lab) -> float:
-    """Bytes of all delivered transfers, as the gateway's metrics have them."""
-    _, text = served.ask("admin", f"{METRICS}/metrics")
-    return sum(float(value) for value in re.findall(r"^regauge_transfer_bytes_sum\{.*\} (\S+)$", text, re.MULTILINE))
-
-
 def test_kv_crosses_the_compute_plane_and_nothing_else_does(served: Lab) -> None:
-    kv, before = kv_bytes(served), served.sent()
-    with ThreadPoolExecutor() as threads:
-        answers = [*threads.map(lambda prompt: chat(served, prompt), PROMPTS)]
-    after = served.sent()
-    kv = kv_bytes(served) - kv
-    sent = {h: {plane: after[h][plane] - count for plane, count in planes.items()} for h, planes in before.items()}
-    assert all(answers)
+    kv, sent = crossed(served, PROMPTS)
     assert kv > 4 * MIB
     assert kv <= sent["p0"]["compute"] + sent["p1"]["compute"] < 1.05 * kv
     assert sent["d"]["compute"] < 0.05 * kv
