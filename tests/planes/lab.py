@@ -43,7 +43,7 @@ class Lab:
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def namespace(self, node: str) -> str:
-        return f"regauge-{os.getpid()}-{node}"
+        return f"regauge-{os.getpid()}-lab-{node}"
 
     def ip(self, node: str, *words: str) -> str:
         return call("ip", "-n", self.namespace(node), *words)
