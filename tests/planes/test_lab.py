@@ -81,6 +81,12 @@ def test_a_worker_that_registers_with_an_address_of_another_plane_is_left_out(se
     assert re.search(line, served.log("d")), served.log("d")
 
 
+def test_an_operator_looks_on_by_the_management_plane(served: Lab) -> None:
+    done = served.regauge("admin", "top", "--url", METRICS, "--once", "--json")
+    assert done.returncode == 0, done.stderr
+    assert {each["name"] for each in json.loads(done.stdout)["workers"]} == {"p0", "p1", "d"}
+
+
 def test_firewalls_keep_library_ports_to_the_compute_plane(served: Lab) -> None:
     """Mooncake listens on every interface; the rendered rules stand before it, and all goes on."""
     library = [*served.inside("p0", "python3", "-m", "http.server", str(MOONCAKE), "--bind", "0.0.0.0")]  # noqa: S104
