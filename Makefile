@@ -8,7 +8,7 @@ SGLANG := .venv-sglang
 COMPILED := .venv-compiled
 ARGS ?=
 
-.PHONY: serve test test-chaos test-planes test-transports test-vllm test-sglang test-mixed test-postgres test-etcd test-simgrid test-compiled bench bench-chaos bench-overload bench-vllm bench-sglang gpu check format clean
+.PHONY: serve test test-chaos test-planes test-transports test-vllm test-sglang test-mixed test-postgres test-etcd test-simgrid test-compiled test-deploy bench bench-chaos bench-overload bench-vllm bench-sglang gpu check format clean
 
 serve: $(READY)  ## a real small model, served across a prefill and a decode process
 	$(BIN)/regauge serve $(ARGS)
@@ -41,6 +41,9 @@ test-etcd: $(READY)  ## workers in a real etcd: Debian's package
 test-simgrid: $(READY)  ## the simulated network against SimGrid: Debian's package, for the system's Python
 	scripts/install-simgrid
 	$(BIN)/python -m pytest tests/real_simgrid $(ARGS)
+
+test-deploy: $(VENV)/.deploy  ## the Helm chart by Helm's own engine and Kubernetes' schemas, the units by systemd's own reader
+	$(BIN)/python -m pytest tests/real_deploy $(ARGS)
 
 test-compiled: $(COMPILED)/.ready  ## the router and the simulator compiled by mypyc, in an environment of its own: the same tests
 	$(COMPILED)/bin/python -m pytest tests/route tests/sim $(ARGS)
@@ -103,6 +106,10 @@ $(READY): pyproject.toml CMakeLists.txt $(wildcard native/*)
 
 $(VENV)/.transports: $(READY) scripts/install-transports
 	scripts/install-transports $(BIN)/python
+	@touch $@
+
+$(VENV)/.deploy: $(READY) scripts/install-deploy
+	scripts/install-deploy $(BIN)/python
 	@touch $@
 
 $(VENV)/.postgres: $(READY) scripts/install-postgres
