@@ -8,7 +8,7 @@ SGLANG := .venv-sglang
 COMPILED := .venv-compiled
 ARGS ?=
 
-.PHONY: serve test test-chaos test-planes test-transports test-vllm test-sglang test-mixed test-postgres test-etcd test-simgrid test-hosts test-compiled bench bench-chaos bench-overload bench-vllm bench-sglang gpu check format clean
+.PHONY: serve test test-chaos test-planes test-transports test-vllm test-sglang test-mixed test-postgres test-etcd test-simgrid test-hosts test-deploy test-compiled bench bench-chaos bench-overload bench-vllm bench-sglang gpu check format clean
 
 serve: $(READY)  ## a real small model, served across a prefill and a decode process
 	$(BIN)/regauge serve $(ARGS)
@@ -45,6 +45,9 @@ test-simgrid: $(READY)  ## the simulated network against SimGrid: Debian's packa
 test-hosts: $(READY)  ## rendered network files in systemd-networkd, netplan, udev and nftables: root, Debian's packages
 	scripts/install-hosts
 	$(BIN)/python -m pytest tests/real_hosts $(ARGS)
+
+test-deploy: $(VENV)/.deploy  ## the Helm chart by Helm's own engine and Kubernetes' schemas, the units by systemd's own reader
+	$(BIN)/python -m pytest tests/real_deploy $(ARGS)
 
 test-compiled: $(COMPILED)/.ready  ## the router and the simulator compiled by mypyc, in an environment of its own: the same tests
 	$(COMPILED)/bin/python -m pytest tests/route tests/sim $(ARGS)
@@ -107,6 +110,10 @@ $(READY): pyproject.toml CMakeLists.txt $(wildcard native/*)
 
 $(VENV)/.transports: $(READY) scripts/install-transports
 	scripts/install-transports $(BIN)/python
+	@touch $@
+
+$(VENV)/.deploy: $(READY) scripts/install-deploy
+	scripts/install-deploy $(BIN)/python
 	@touch $@
 
 $(VENV)/.postgres: $(READY) scripts/install-postgres
