@@ -70,7 +70,10 @@ def firewall(host: Host, expected: Expected) -> Iterator[Finding]:
         yield Finding(
             "firewall", "unknown", "compute", "nftables", "nft does not say which rules there are", "It was not looked at.", "as root; apt-get install nftables",
         )  # fmt: skip
-    elif not any(isinstance(each, dict) and isinstance(t := each.get("table"), dict) and t.get("name") == "regauge" for each in said["nftables"]):
+    elif not any(
+        isinstance(each, dict) and isinstance(t := each.get("table"), dict) and t.get("name") == "regauge"
+        for each in said["nftables"]
+    ):
         yield Finding(
             "firewall", "warning", "compute", "nftables", "there is no table regauge", "The transports' ports can be reached from every plane.",
             f"nft -f hosts/{expected.name}/nftables/regauge.nft, as `regauge topology render` writes it",
@@ -93,7 +96,7 @@ def idle(host: Host, expected: Expected) -> Iterator[Finding]:  # noqa: ARG001
         left, setting = [p for p in ports if not {p.interface, str(p.address), str(p.network)} & given], "transfer.nics"
     else:
         return
-    if left and len(left) < len(ports) or left and transfer.transport == "tcp":
+    if left and (len(left) < len(ports) or transfer.transport == "tcp"):
         names = ", ".join(each.interface for each in left)
         yield Finding(
             "idle", "warning", "compute", setting, f"{len(left)} of {len(ports)} compute NICs are not used: {names}",
@@ -108,7 +111,9 @@ def devices(host: Host, expected: Expected) -> Iterator[Finding]:  # noqa: ARG00
     if config is None or config.transfer.transport not in ("mooncake", "nixl"):
         return
     transfer = config.transfer
-    own = {port.interface for port in expected.on("compute")} | {port.rdma for port in expected.on("compute") if port.rdma}
+    own = {port.interface for port in expected.on("compute")} | {
+        port.rdma for port in expected.on("compute") if port.rdma
+    }
     given = transfer.nixl.devices if transfer.transport == "nixl" else transfer.mooncake.devices
     setting = f"transfer.{transfer.transport}.devices"
     if not given and (transfer.transport == "nixl" or transfer.mooncake.protocol == "rdma"):

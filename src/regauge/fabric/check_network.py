@@ -6,12 +6,12 @@ import ipaddress
 from collections.abc import Iterator
 from itertools import combinations
 
-from regauge.fabric.expected import Expected, Peer, Port, addresses
+from regauge.fabric.expected import Expected, Peer, Port, addresses, present
 from regauge.fabric.finding import Finding
 from regauge.fabric.host import Host, decoded, number, rows
 
-MOST_PEERS = 64
-"""Whose routes are looked at."""
+MOST_ROUTES = 256
+"""That are asked for: some milliseconds each."""
 
 
 def address(host: Host, expected: Expected) -> Iterator[Finding]:
@@ -31,7 +31,10 @@ def address(host: Host, expected: Expected) -> Iterator[Finding]:
         elsewhere = next((name for name, all_ in own.items() if wanted in all_), "")
         what, mend = f"{port.interface} does not have {wanted}", f"ip address add {wanted}/{bits} dev {port.interface}"
         if port.interface not in own:
-            what, mend = f"there is no interface {port.interface}", "udevadm control --reload; udevadm trigger -c add -s net"
+            what, mend = (
+                f"there is no interface {port.interface}",
+                "udevadm control --reload; udevadm trigger -c add -s net",
+            )
         elif elsewhere:
             what += f", {elsewhere} does"
             mend = f"ip address del {wanted}/{bits} dev {elsewhere}; {mend}"
@@ -71,7 +74,7 @@ def _owner(interface: str, expected: Expected) -> str:
 
 def link(host: Host, expected: Expected) -> Iterator[Finding]:
     """Each port is up, and has a partner."""
-    for port in _present(host, expected):
+    for port in present(host, expected.ports):
         state = host.read(f"/sys/class/net/{port.interface}/operstate") or "unknown"
         flags = number(host.read(f"/sys/class/net/{port.interface}/flags"))
         if flags is not None and not flags & 1:
@@ -87,7 +90,7 @@ def link(host: Host, expected: Expected) -> Iterator[Finding]:
 
 def speed(host: Host, expected: Expected) -> Iterator[Finding]:
     """Each port runs at its speed, in both directions at once."""
-    for port in _present(host, expected):
+    for port in present(host, expected.ports):
         base = f"/sys/class/net/{port.interface}"
         found = number(host.read(f"{base}/speed"))
         if port.speed is not None and found is not None and 0 < found * 10**6 < port.speed:
@@ -108,7 +111,7 @@ def _bits(speed_: int) -> str:
 
 def mtu(host: Host, expected: Expected) -> Iterator[Finding]:
     """Each port has its plane's MTU."""
-    for port in _present(host, expected):
+    for port in present(host, expected.ports):
         found = number(host.read(f"/sys/class/net/{port.interface}/mtu"))
         if port.mtu is not None and found is not None and found != port.mtu:
             yield Finding(
@@ -121,7 +124,10 @@ def mtu(host: Host, expected: Expected) -> Iterator[Finding]:
 
 def route(host: Host, expected: Expected) -> Iterator[Finding]:
     """What goes to a peer leaves by the plane's port, and from its address; there is no default route on the compute plane."""
+    own = addresses(host)
     for port, peer in _pairs(expected):
+        if str(port.address) not in own.get(port.interface, ()):
+            continue  # which `address` tells
         found = rows(decoded(host.run("ip", "-j", "route", "get", peer.address, "from", str(port.address))))
         interface = str(found[0].get("dev", "")) if found else ""
         allowed = {each.interface for each in expected.on(port.plane)} if port.rail != peer.rail else {port.interface}
@@ -157,18 +163,23 @@ def _pairs(expected: Expected) -> list[tuple[Port, Peer]]:
         ports = expected.on(peer.plane)
         same = [port for port in ports if port.rail == peer.rail] or list(ports)
         found += [(port, peer) for port in same[:1]]
-    return found[:MOST_PEERS]
+    return found[:MOST_ROUTES]
 
 
 def rails(host: Host, expected: Expected) -> Iterator[Finding]:
     """With several ports on one plane each answers for itself alone (arp_ignore, arp_announce), and answers that come by another are taken (rp_filter)."""
-    ports = [port for port in _present(host, expected) if port.plane == "compute"]
+    ports = present(host, expected.on("compute"))
     if len(ports) < 2:
         return
     for port in ports:
         for name, good, value, why in (
             ("arp_ignore", (1, 2, 3), 1, "Any port answers for any address: peers send to the wrong rail."),
-            ("arp_announce", (2,), 2, "Peers learn another port's address from its requests, and send to the wrong rail."),
+            (
+                "arp_announce",
+                (2,),
+                2,
+                "Peers learn another port's address from its requests, and send to the wrong rail.",
+            ),
             ("rp_filter", (0, 2), 2, "Packets that come by another rail than the route back are dropped."),
         ):
             found = _setting(host, port.interface, name)
@@ -184,10 +195,3 @@ def _setting(host: Host, interface: str, name: str) -> int | None:
     found = [number(host.read(f"/proc/sys/net/ipv4/conf/{each}/{name}")) for each in ("all", interface)]
     known = [each for each in found if each is not None]
     return max(known) if known else None
-
-
-def _present(host: Host, expected: Expected) -> Iterator[Port]:
-    """Yield the ports whose interfaces are there; `address` tells of the others."""
-    for port in expected.ports:
-        if host.read(f"/sys/class/net/{port.interface}/mtu") is not None:
-            yield port

@@ -10,15 +10,15 @@ import ipaddress
 import re
 from collections.abc import Iterator
 
-from regauge.fabric.expected import Expected, Port
+from regauge.fabric.expected import Expected, Port, present
 from regauge.fabric.finding import Finding
 from regauge.fabric.host import Host, decoded, number
 from regauge.fabric.nic_qos import traffic_class
 from regauge.fabric.topology import Roce
 
 ROCE_V2 = "RoCE v2"
-PEER_MEMORY = {"NVIDIA": "nvidia_peermem", "MTT": "mt_peermem"}
-"""Module by which NICs reach an accelerator's memory, by the vendor's first word."""
+PEER_MEMORY = {"nvidia": "nvidia_peermem", "mtgpu": "mt_peermem"}
+"""Module by which NICs reach an accelerator's memory, by the accelerator's driver."""
 
 
 def device(host: Host, expected: Expected) -> Iterator[Finding]:
@@ -92,7 +92,12 @@ def pfc(host: Host, expected: Expected) -> Iterator[Finding]:
         said = decoded(host.run("dcb", "-j", "pfc", "show", "dev", port.interface))
         found = _enabled(said)
         if found is None:
-            yield _unknown("pfc", port, "dcb does not say which priorities have flow control", f"dcb pfc show dev {port.interface}; or the vendor's tool")
+            yield _unknown(
+                "pfc",
+                port,
+                "dcb does not say which priorities have flow control",
+                f"dcb pfc show dev {port.interface}; or the vendor's tool",
+            )
         elif found != {roce.priority}:
             yield Finding(
                 "pfc", "error", port.plane, port.interface, f"flow control holds for priorities {sorted(found) or 'none'}, and should for {roce.priority} alone",
@@ -115,7 +120,9 @@ def trust(host: Host, expected: Expected) -> Iterator[Finding]:
         said = decoded(host.run("dcb", "-j", "app", "show", "dev", port.interface))
         listed = said.get("dscp_prio") if isinstance(said, dict) else None
         if not isinstance(said, dict):
-            yield _unknown("trust", port, "dcb does not say how packets get their priority", f"dcb app show dev {port.interface}")
+            yield _unknown(
+                "trust", port, "dcb does not say how packets get their priority", f"dcb app show dev {port.interface}"
+            )
         elif [roce.dscp, roce.priority] not in (listed or []):
             yield Finding(
                 "trust", "error", port.plane, port.interface, f"DSCP {roce.dscp} does not mean priority {roce.priority}",
@@ -126,7 +133,10 @@ def trust(host: Host, expected: Expected) -> Iterator[Finding]:
 def ecn(host: Host, expected: Expected) -> Iterator[Finding]:
     """Congestion is notified and heeded for KV's priority."""
     for port, roce in _lossless(host, expected):
-        for side, what in (("roce_np", "notifies senders of congestion"), ("roce_rp", "slows down when it is told of congestion")):
+        for side, what in (
+            ("roce_np", "notifies senders of congestion"),
+            ("roce_rp", "slows down when it is told of congestion"),
+        ):
             path = f"/sys/class/net/{port.interface}/ecn/{side}/enable/{roce.priority}"
             found = host.read(path)
             if found is None:
@@ -148,7 +158,9 @@ def tclass(host: Host, expected: Expected) -> Iterator[Finding]:
             given = number(host.read(f"/sys/kernel/config/rdma_cm/{port.rdma}/ports/1/default_roce_tos"))
         mend = f"echo {wanted} > /sys/class/infiniband/{port.rdma}/tc/1/traffic_class; and MC_IB_TC, UCX_IB_TRAFFIC_CLASS = {wanted}"
         if given is None:
-            yield _unknown("traffic-class", port, "the driver does not say with which traffic class RDMA packets leave", mend)
+            yield _unknown(
+                "traffic-class", port, "the driver does not say with which traffic class RDMA packets leave", mend
+            )
         elif given >> 2 != roce.dscp:
             yield Finding(
                 "traffic-class", "error", port.plane, port.rdma, f"RDMA packets leave with traffic class {given} (DSCP {given >> 2}), and should with {wanted} (DSCP {roce.dscp})",
@@ -204,11 +216,12 @@ def peer_memory(host: Host, expected: Expected) -> Iterator[Finding]:
     modules = {line.split(" ", 1)[0] for line in (host.read("/proc/modules") or "").splitlines()}
     if modules & set(PEER_MEMORY.values()) or "Open Kernel Module" in (host.read("/proc/driver/nvidia/version") or ""):
         return
-    vendor = "nvidia" if "nvidia" in modules else "mtgpu" if "mtgpu" in modules else ""
-    module = {"nvidia": "nvidia_peermem", "mtgpu": "mt_peermem"}.get(vendor, "the vendor's peer-memory module")
+    module = next((own for driver, own in PEER_MEMORY.items() if driver in modules), "")
     yield Finding(
-        "peer-memory", "error", "compute", "/proc/modules", f"{module} is not loaded, and the driver is not known to give dma-buf",
-        "Registering the accelerator's memory fails, or each transfer goes by way of the host's.", f"modprobe {module}; echo {module} > /etc/modules-load.d/peermem.conf",
+        "peer-memory", "error", "compute", "/proc/modules",
+        f"{module or 'no module for peer memory'} is {'not ' if module else ''}loaded, and the driver is not known to give dma-buf",
+        "Registering the accelerator's memory fails, or each transfer goes by way of the host's.",
+        f"modprobe {module}; echo {module} > /etc/modules-load.d/peermem.conf" if module else "install the accelerators' driver, with its module for peer memory",
     )  # fmt: skip
 
 
@@ -223,7 +236,7 @@ def _there(host: Host, expected: Expected) -> Iterator[Port]:
 
 def _lossless(host: Host, expected: Expected) -> Iterator[tuple[Port, Roce]]:
     if expected.roce is not None:
-        for port in _there(host, expected):
+        for port in present(host, _there(host, expected)):
             yield port, expected.roce
 
 

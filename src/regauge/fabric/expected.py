@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from ipaddress import IPv4Address, IPv4Network
 
@@ -70,7 +70,7 @@ class Expected:
         """Whether KV crosses by RDMA."""
         config = self.config
         if config is None:
-            return any(port.rdma for port in self.ports)
+            return self.transport != "tcp" and any(port.rdma for port in self.ports)
         used = config.transfer
         return (used.transport == "mooncake" and used.mooncake.protocol == "rdma") or (
             used.transport == "nixl" and used.nixl.transports != "tcp"
@@ -80,7 +80,8 @@ class Expected:
 def from_topology(topology: Topology, name: str, config: ServeConfig | None = None) -> Expected:
     """Return what a topology says of a server. Raises ConfigError for a name that it has not."""
     server = topology.server(name)
-    others = [each for each in topology.servers if each.name != name]
+    # First those that it exchanges KV with: of very many peers not all routes are asked for.
+    others = sorted((each for each in topology.servers if each.name != name), key=lambda each: each.role == server.role)
     accelerators = {each.pci: each.numa for each in server.accelerators if each.pci}
     return Expected(
         name, _ports(topology, server), {plane: each.network for plane, each in topology.planes.items()}, _peers(others), accelerators,
@@ -105,7 +106,8 @@ def _peers(servers: list[Server]) -> tuple[Peer, ...]:
 def from_host(host: Host, config: ServeConfig | None) -> Expected:
     """Return what a host says of itself, and a configuration of its planes. Raises ConfigError for a plane that is not an address, a network or an interface."""
     found = _addresses(host)
-    ports, planes = [], {}
+    ports: list[Port] = []
+    planes: dict[str, IPv4Network] = {}
     for plane, given in ({} if config is None else config.planes.declared()).items():
         meant = [each for each in found if _means(given.partition("%")[0], each)]
         if meant:
@@ -149,3 +151,8 @@ def addresses(host: Host) -> dict[str, list[str]]:
         own = [str(each.get("local")) for each in rows(link.get("addr_info")) if each.get("family") == "inet"]
         found[str(link.get("ifname"))] = own
     return found
+
+
+def present(host: Host, ports: Iterable[Port]) -> list[Port]:
+    """Return the ports whose interfaces are there; the check `address` tells of the others."""
+    return [port for port in ports if host.read(f"/sys/class/net/{port.interface}/mtu") is not None]

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -55,7 +54,7 @@ class Live:
     def names(self, path: str) -> list[str] | None:
         """See `Host`."""
         try:
-            return sorted(os.listdir(self._at(path)))
+            return sorted(each.name for each in self._at(path).iterdir())
         except OSError:
             return None
 
