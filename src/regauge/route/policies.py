@@ -55,7 +55,7 @@ def _room(view: View, request: Request) -> Callable[[Standing], float]:
     def cost(decode: Standing) -> float:
         slots = decode.taken / decode.slots
         pages = decode.pages_used + decode.pages_for(tokens)
-        total = decode.load.pages
+        total = decode.pages
         free = decode.pages_base
         used = (pages + (total - free if free is not None else 0)) / total if total else 0.0
         return slots_weight * slots + pages_weight * used

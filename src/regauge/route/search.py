@@ -199,10 +199,7 @@ class Search:
         for room in self._around:
             if room.wait_s:
                 return self._around
-            if later < 0:
-                least = room.score + later
-            else:
-                least = room.score - (less if less < room.harm_s else room.harm_s)
+            least = room.score + later if later < 0 else room.score - min(less, room.harm_s)
             if least < enough:
                 rooms.append(room)
         if len(rooms) > 1:
