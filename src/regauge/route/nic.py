@@ -154,10 +154,17 @@ class Nic:
             drained, foreign = -foreign, 0.0
         else:
             drained = 0.0
-        total, shared = sum(rests, 0.0), 0.0
+        total, most, shared = 0.0, 0.0, 0.0
+        for rest in rests:
+            total += rest
+            most = max(most, rest)
         if drained < total:
             keep = 1 - drained / total
-            shared = total * keep if max(rests) * keep <= size else sum([min(rest * keep, size) for rest in rests], 0.0)
+            if most * keep <= size:
+                shared = total * keep
+            else:
+                for rest in rests:
+                    shared += min(rest * keep, size)
         sent = begin + (size + foreign + shared) / rate
         return (max(landed, sent)), shared / rate
 

@@ -6,7 +6,6 @@ decode; pairs are priced in the order of their bounds, until the next bound is b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from math import inf
 from operator import attrgetter
 from typing import Final
@@ -71,7 +70,7 @@ class Found:
         self.transfer_s = self.late_s = self.harm_s = 0.0
 
 
-def cheapest(costs: Sequence[float], chance: float) -> list[int]:
+def cheapest(costs: list[float], chance: float) -> list[int]:
     """Return the positions of the `BEST` lowest costs, the lowest first; equal ones in turn from a random one on: `chance`, from 0 to below 1."""
     count = len(costs)
     few: list[int] = []
