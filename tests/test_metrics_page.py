@@ -32,7 +32,7 @@ def metrics() -> dict[str, tuple[str, tuple[str, ...]]]:
 
 def test_the_page_lists_what_there_is(metrics: dict[str, tuple[str, tuple[str, ...]]]) -> None:
     rows = re.findall(
-        r"^\| `(regauge_\w+)` \| (\w+) \| ([^|]*) \| .+ \|$", (ROOT / "docs/metrics.md").read_text(), re.MULTILINE
+        r"^\| `(regauge_\w+)` \| (\w+) \|([^|]*)\| .+ \|$", (ROOT / "docs/metrics.md").read_text(), re.MULTILINE
     )
     listed = {name: (kind, tuple(re.findall(r"`(\w+)`", labels))) for name, kind, labels in rows}
     assert listed == metrics
