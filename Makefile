@@ -8,7 +8,7 @@ SGLANG := .venv-sglang
 COMPILED := .venv-compiled
 ARGS ?=
 
-.PHONY: serve test test-chaos test-planes test-transports test-vllm test-sglang test-mixed test-postgres test-etcd test-simgrid test-hosts test-deploy test-compiled bench bench-chaos bench-overload bench-vllm bench-sglang gpu check format clean
+.PHONY: serve test test-chaos test-planes test-transports test-vllm test-sglang test-mixed test-postgres test-etcd test-simgrid test-hosts test-deploy test-redfish test-compiled bench bench-chaos bench-overload bench-vllm bench-sglang gpu check format clean
 
 serve: $(READY)  ## a real small model, served across a prefill and a decode process
 	$(BIN)/regauge serve $(ARGS)
@@ -48,6 +48,9 @@ test-hosts: $(READY)  ## rendered network files in systemd-networkd, netplan, ud
 
 test-deploy: $(VENV)/.deploy  ## the Helm chart by Helm's own engine and Kubernetes' schemas, the units by systemd's own reader
 	$(BIN)/python -m pytest tests/real_deploy $(ARGS)
+
+test-redfish: $(VENV)/.redfish  ## the doctor asks an emulated BMC: sushy and its emulator
+	$(BIN)/python -m pytest tests/real_redfish $(ARGS)
 
 test-compiled: $(COMPILED)/.ready  ## the router and the simulator compiled by mypyc, in an environment of its own: the same tests
 	$(COMPILED)/bin/python -m pytest tests/route tests/sim $(ARGS)
@@ -118,6 +121,10 @@ $(VENV)/.deploy: $(READY) scripts/install-deploy
 
 $(VENV)/.postgres: $(READY) scripts/install-postgres
 	scripts/install-postgres $(BIN)/python
+	@touch $@
+
+$(VENV)/.redfish: $(READY) scripts/install-redfish
+	scripts/install-redfish $(BIN)/python
 	@touch $@
 
 $(COMPILED)/.ready: pyproject.toml CMakeLists.txt scripts/install-compiled $(wildcard native/* src/regauge/*.py src/regauge/*/*.py)

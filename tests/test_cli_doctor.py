@@ -11,7 +11,9 @@ sys.path.insert(0, str(Path(__file__).parent / "fabric"))
 from doctor_hosts import NAME, green
 
 from regauge.cli import main
+from regauge.fabric.check_peers import NAMES
 from regauge.fabric.host import Record, save
+from regauge.fabric.peers import Listener
 
 
 @pytest.fixture
@@ -87,5 +89,47 @@ def test_checks_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_misuse_is_told(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_the_way_to_a_peer_that_listens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "key").write_text("11" * 32)
+    (tmp_path / "key").chmod(0o600)
+    with Listener("127.0.0.1", 0, bytes.fromhex("11" * 32)) as there:
+        words = [
+            "doctor",
+            "--json",
+            "--peer",
+            f"127.0.0.1:{there.port}",
+            "--key",
+            str(tmp_path / "key"),
+            "--seconds",
+            "0",
+        ]
+        assert main(words) in (0, 1)
+    told = json.loads(capsys.readouterr().out)
+    assert not [each for each in told["findings"] if each["check"] in NAMES]
+
+
+def test_a_peer_with_another_key_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "key").write_text("22" * 32)
+    (tmp_path / "key").chmod(0o600)
+    with Listener("127.0.0.1", 0, bytes.fromhex("11" * 32)) as there:
+        assert main(["doctor", "--peer", f"127.0.0.1:{there.port}", "--key", str(tmp_path / "key")]) == 1
+    assert "is no peer of this deployment" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--peer", "all"], "needs --topology"),
+        (["--peer", "host"], "numeric address"),
+        (["--peer", "127.0.0.1", "--seconds", "11"], "give 0 to 10"),
+        (["--listen", "127.0.0.1"], "needs --key FILE"),
+        (["--bmc", "/nowhere"], "needs --topology"),
+    ],
+)
+def test_misuse_of_peers_and_bmcs_is_told(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", *words]) == 2
     assert said in capsys.readouterr().err

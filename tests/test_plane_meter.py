@@ -26,7 +26,7 @@ def root(tmp_path: Path) -> Path:
 
 def test_rdma_counts_in_words_and_beside_the_interface(root: Path) -> None:
     planes = {"compute": frozenset({"cmp0"}), "business": frozenset({"biz0"}), "management": frozenset({"gone"})}
-    found = read(planes, root)  # type: ignore[arg-type]  # a dict of literals
+    found = read(planes, root)
     assert found == [
         InterfaceBytes("compute", "cmp0", 100 + 4_000, 200 + 8_000, 50e9),
         InterfaceBytes("business", "biz0", 7, 8, 0.0),

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
-
-from regauge.config_planes import PlaneName
 
 WORD = 4
 """Bytes of a unit of an RDMA port's counters."""
@@ -22,7 +21,7 @@ MAX_INTERFACES = 64
 class InterfaceBytes(msgspec.Struct, frozen=True):
     """One interface, since its driver was loaded."""
 
-    plane: PlaneName
+    plane: str
     interface: str
     received: int
     sent: int
@@ -30,7 +29,7 @@ class InterfaceBytes(msgspec.Struct, frozen=True):
     """Its speed; 0: it tells none."""
 
 
-def read(planes: Mapping[PlaneName, frozenset[str]], root: Path = Path("/")) -> list[InterfaceBytes]:
+def read(planes: Mapping[Any, frozenset[str]], root: Path = Path("/")) -> list[InterfaceBytes]:
     """Return the counters of these interfaces; of one that has gone, none."""
     found = []
     for plane, interfaces in planes.items():
@@ -47,7 +46,7 @@ def read(planes: Mapping[PlaneName, frozenset[str]], root: Path = Path("/")) -> 
     return found
 
 
-def carried(found: list[InterfaceBytes], plane: PlaneName) -> tuple[int, int]:
+def carried(found: list[InterfaceBytes], plane: str) -> tuple[int, int]:
     """Return the bytes that a plane's interfaces have received and sent."""
     own = [each for each in found if each.plane == plane]
     return sum(each.received for each in own), sum(each.sent for each in own)

@@ -23,6 +23,7 @@ from doctor_hosts import (
 
 from regauge.config import ServeConfig, decode
 from regauge.fabric.bill import load
+from regauge.fabric.check_peers import NAMES
 from regauge.fabric.doctor import CHECKS, examine, sorted_findings
 from regauge.fabric.doctor import green as is_green
 from regauge.fabric.expected import Expected, from_host, from_topology
@@ -181,7 +182,7 @@ def test_every_check_can_find_something() -> None:
 
 def test_the_page_lists_every_check() -> None:
     page = (Path(__file__).parents[2] / "docs/doctor.md").read_text()
-    assert re.findall(r"^\| `([a-z-]+)` \|", page, re.MULTILINE) == list(CHECKS)
+    assert re.findall(r"^\| `([a-z-]+)` \|", page, re.MULTILINE) == [*CHECKS, *NAMES, "bmc"]
 
 
 # -- the bug reports ---------------------------------------------------------------------------------------------------
