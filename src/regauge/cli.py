@@ -21,6 +21,7 @@ from regauge import (
     cli_check,
     cli_conformance,
     cli_cost,
+    cli_doctor,
     cli_engine,
     cli_faults,
     cli_keys,
@@ -92,7 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="regauge", formatter_class=argparse.RawDescriptionHelpFormatter,
         description="KV caches cross between unlike accelerators: checked, planned, carried.",
-        epilog="serving:   serve, worker, keys, top, why\nlayouts:   check, explain, layout, probe\nplanning:  plan, sim, topology\nmeasuring: bench\nbilling:   usage, invoice, prices, meter\nhelp:      version, collect-env\n\n"
+        epilog="serving:   serve, worker, keys, top, why\noperating: topology, doctor\nlayouts:   check, explain, layout, probe\nplanning:  plan, sim\nmeasuring: bench\nbilling:   usage, invoice, prices, meter\nhelp:      version, collect-env\n\n"
         "exit codes: 0 fine, 1 found a problem, 2 misuse")  # fmt: skip
     verbs = parser.add_subparsers(dest="verb", metavar="COMMAND", required=True, parser_class=_Parser)
 
@@ -105,6 +106,7 @@ def _parser() -> argparse.ArgumentParser:
     cli_serve.worker_arguments(verb("worker", "run workers on this host, which register at gateways elsewhere"))
     cli_top.arguments(verb("top", "show how the transfers of a running gateway stand"))
     cli_why.arguments(verb("why", "say why a request went to the workers that it went to"))
+    cli_doctor.arguments(verb("doctor", "examine this host's planes, and say what is wrong and how to mend it"))
     cli_keys.arguments(_jobs(verb("keys", "make API keys for tenants of the gateway")))
     for name, text in (
         ("check", "say which path a pair of layouts takes, or why none"),
@@ -196,7 +198,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     verbs = {"serve": cli_serve.run, "worker": cli_serve.run_worker, "check": _check, "explain": _explain, "layout": _layout, "probe": _probe, "bench": _bench,
              "top": cli_top.run, "why": cli_why.run, "usage": cli_meter.run, "invoice": cli_meter.run, "prices": cli_meter.run,
-             "meter": cli_meter.run, "plan": cli_plan.run, "sim": cli_sim.run, "topology": cli_topology.run, "keys": cli_keys.run, "version": _version, "collect-env": _collect_env}  # fmt: skip
+             "meter": cli_meter.run, "plan": cli_plan.run, "sim": cli_sim.run, "topology": cli_topology.run, "keys": cli_keys.run, "doctor": cli_doctor.run, "version": _version, "collect-env": _collect_env}  # fmt: skip
     try:
         code = verbs[options.verb](options)
         sys.stdout.flush()  # here, where a reader that has gone is no error
