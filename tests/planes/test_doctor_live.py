@@ -1,12 +1,10 @@
 """The doctor on real hosts of namespaces: green as they are rendered, and for each fault the finding that names it. As root: `lab.py`."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from lab import BILL, Lab, lab
+from lab import Lab, lab
 
 
 @pytest.fixture
@@ -18,21 +16,8 @@ def host(tmp_path: Path) -> Iterator[Lab]:
         yield made
 
 
-def examined(host: Lab, name: str = "p0") -> list[dict[str, str]]:
-    """What the doctor says of a host, but for what it could not see: nobody keeps the clock of these."""
-    config = str(host.rendered(name, "regauge/worker.toml"))
-    done = host.regauge(
-        name, "doctor", "--topology", str(host.folder / BILL.name), "--host", name, "--config", config, "--json"
-    )
-    told: dict[str, Any] = json.loads(done.stdout)
-    wrong = [each for each in told["findings"] if each["severity"] != "unknown"]
-    assert done.returncode == bool(wrong) == (not told["green"]), done.stderr
-    assert {each["check"] for each in told["findings"] if each["severity"] == "unknown"} <= {"clock"}
-    return wrong
-
-
 def test_hosts_as_they_are_rendered_are_green(host: Lab) -> None:
-    assert [examined(host, server.name) for server in host.topology.servers] == [[], [], []]
+    assert [host.doctor(server.name) for server in host.topology.servers] == [[], [], []]
 
 
 @pytest.mark.parametrize(
@@ -54,11 +39,11 @@ def test_hosts_as_they_are_rendered_are_green(host: Lab) -> None:
 )  # fmt: skip
 def test_a_fault_is_told_and_its_command_mends_it(host: Lab, fault: str, check: str, where: str, what: str) -> None:
     assert host.run("p0", *fault.split()).returncode == 0
-    found = examined(host)
+    found = host.doctor("p0")
     assert [(each["check"], each["where"], each["what"]) for each in found] == [(check, where, what)]
     done = host.run("p0", "sh", "-c", found[0]["mend"])
     assert done.returncode == 0, done.stderr
-    assert examined(host) == []
+    assert host.doctor("p0") == []
 
 
 @pytest.mark.parametrize(
@@ -71,7 +56,7 @@ def test_a_fault_is_told_and_its_command_mends_it(host: Lab, fault: str, check: 
 )
 def test_what_a_person_mends_is_told_too(host: Lab, node: str, fault: str, check: str, where: str, what: str) -> None:
     assert host.run(node, *fault.split()).returncode == 0
-    [found] = examined(host)
+    [found] = host.doctor("p0")
     assert (found["check"], found["where"]) == (check, where)
     assert found["what"].startswith(what)  # the kernel's word for a lost carrier comes a little later
 
@@ -88,4 +73,4 @@ def test_a_fault_of_the_configuration_is_told(host: Lab, old: str, new: str, che
     text = config.read_text()
     assert old in text
     config.write_text(text.replace(old, new))
-    assert (check, where, what) in [(each["check"], each["where"], each["what"]) for each in examined(host)]
+    assert (check, where, what) in [(each["check"], each["where"], each["what"]) for each in host.doctor("p0")]
