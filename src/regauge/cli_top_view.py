@@ -11,10 +11,12 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from regauge import rates
 from regauge.cli_top import plain
 from regauge.move.flow_types import LinkState as NicState
 from regauge.move.protocol import LegState, TransferState
 from regauge.move.state import LinkState, PoolState, Totals, WorkerState
+from regauge.rates import Sample
 from regauge.serve.debug import Overview, WorkerView
 
 BAR: Final = 12
@@ -199,10 +201,11 @@ def moved(state: WorkerState) -> int:
 
 
 def rate(now: int, then: int | None, state: WorkerState, before: WorkerState | None) -> str:
-    """Return bytes per second between two looks; a dash without an earlier one."""
-    if then is None or before is None or state.clock_s <= before.clock_s:
+    """Return bytes per second between two looks; a dash where they say nothing of it (`rates`)."""
+    if then is None or before is None:
         return "-"
-    return f"{size(max(now - then, 0) / (state.clock_s - before.clock_s))}/s"
+    found = rates.rate(Sample(then, before.clock_s, before.pid), Sample(now, state.clock_s, state.pid))
+    return "-" if found is None else f"{size(found)}/s"
 
 
 def size(count: float) -> str:

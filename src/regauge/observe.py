@@ -19,6 +19,7 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from regauge.logs import WORKER as WORKER  # noqa: PLC0414  # re-exported, as are the next two
 from regauge.logs import get_logger as get_logger  # noqa: PLC0414
 from regauge.logs import setup_logging as setup_logging  # noqa: PLC0414
+from regauge.observe_planes import PlaneMetrics
 from regauge.observe_route import RouteMetrics
 
 # Log fields. `event` is the sentence; a request's fields are the same in every process that it passes.
@@ -51,19 +52,8 @@ MODES: Final = ("fused", "mapped", "staged")
 OTHER: Final = "other"
 """The label for a value outside the known ones: what a client sends cannot make a new time series."""
 REASONS: Final = (
-    "aborted",
-    "corrupted",
-    "deadline",
-    "fault",
-    "flow",
-    "lease",
-    "link",
-    "mismatch",
-    "peer",
-    "refused",
-    "restarted",
-    OTHER,
-)
+    "aborted", "corrupted", "deadline", "fault", "flow", "lease", "link", "mismatch", "peer", "refused", "restarted", OTHER,
+)  # fmt: skip
 """Why a transfer failed: `regauge.move.reasons` sorts, `docs/operations.md` explains."""
 SHARED: Final = "PROMETHEUS_MULTIPROC_DIR"
 """Environment variable of prometheus_client: a folder where every process keeps its metrics, mapped, so that those of a process that died still
@@ -99,24 +89,8 @@ ROUTES: Final = (
 _LATENCY = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 _PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
 _TRANSFER = (
-    0.0001,
-    0.00025,
-    0.0005,
-    0.001,
-    0.0025,
-    0.005,
-    0.01,
-    0.025,
-    0.05,
-    0.1,
-    0.25,
-    0.5,
-    1.0,
-    2.5,
-    10.0,
-    60.0,
-    120.0,
-)
+    0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 60.0, 120.0,
+)  # fmt: skip
 _BYTES = tuple(float(4**power << 10) for power in range(13))  # 1 KiB to 16 GiB
 
 
@@ -137,6 +111,7 @@ class Metrics:
     in_flight: Gauge
     ttft: Histogram
     tpot: Histogram
+    itl: Histogram
     latency: Histogram
     prompt_tokens: Counter
     bypassed: Counter
@@ -148,10 +123,14 @@ class Metrics:
     completion_tokens: Counter
     transfer_bytes: Histogram
     transfer_seconds: Histogram
+    transfer_exposed: Histogram
+    transfers: Counter
+    chunks: Counter
     transfer_failures: Counter
     resent_chunks: Counter
     resumed_legs: Counter
     routing: RouteMetrics
+    planes: PlaneMetrics
     worker_up: Gauge
     queue_depth: Gauge
     running: Gauge
@@ -207,6 +186,12 @@ class Metrics:
                 registry=registry,
                 buckets=_PER_TOKEN,
             ),
+            itl=Histogram(
+                "regauge_inter_token_seconds",
+                "Each time from a token to the next, as they come to the gateway.",
+                registry=registry,
+                buckets=_PER_TOKEN,
+            ),
             latency=Histogram(
                 "regauge_request_duration_seconds",
                 "Arrival to last token.",
@@ -257,6 +242,24 @@ class Metrics:
                 registry=registry,
                 buckets=_TRANSFER,
             ),
+            transfer_exposed=Histogram(
+                "regauge_transfer_exposed_seconds",
+                "What of a transfer came after its prompt was computed, per transfer.",
+                registry=registry,
+                buckets=_TRANSFER,
+            ),
+            transfers=Counter(
+                "regauge_transfers_total",
+                "Transfers that were delivered, as each side counts them.",
+                worker,
+                registry=registry,
+            ),
+            chunks=Counter(
+                "regauge_transfer_chunks_total",
+                "Chunks whose digest was compared on arrival and agreed.",
+                worker,
+                registry=registry,
+            ),
             transfer_failures=Counter(
                 "regauge_transfer_failures_total",
                 "Transfers that failed, as each side counts them, by class of reason.",
@@ -276,6 +279,7 @@ class Metrics:
                 registry=registry,
             ),
             routing=RouteMetrics.create(registry),
+            planes=PlaneMetrics.create(registry),
             worker_up=Gauge(
                 "regauge_worker_up", "1 while the worker answers.", worker, registry=registry, multiprocess_mode=LATEST
             ),
@@ -362,9 +366,9 @@ class Metrics:
         self.pool_quarantined_pages.labels(name, role).set(quarantined_pages)
 
     def worker_trouble(
-        self, name: str, role: str, *, failed: Mapping[str, int], resent_chunks: int, resumed_legs: int
-    ) -> None:
-        """Add what went wrong in a worker's transfers since the last time; `failed` is by reason, one of `REASONS`."""
+        self, name: str, role: str, *, failed: Mapping[str, int], resent_chunks: int, resumed_legs: int, delivered: int = 0, chunks: int = 0
+    ) -> None:  # fmt: skip
+        """Add what has become of a worker's transfers since the last time; `failed` is by reason, one of `REASONS`."""
         if not self.counts_workers:
             return
         if self.trouble_since is not None and name not in self.trouble_since:
@@ -372,6 +376,8 @@ class Metrics:
             return
         for reason, count in failed.items():
             self.transfer_failures.labels(name, role, _known(reason, REASONS)).inc(count)
+        self.transfers.labels(name, role).inc(delivered)
+        self.chunks.labels(name, role).inc(chunks)
         self.resent_chunks.labels(name, role).inc(resent_chunks)
         self.resumed_legs.labels(name, role).inc(resumed_legs)
 

@@ -6,6 +6,8 @@ import hashlib
 import random
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from route_story import POLICIES, Plain, Story, play
 
 from regauge.route.cluster import Request
@@ -120,3 +122,10 @@ def test_the_cheapest_are_in_order_and_equals_in_turn(chance: float) -> None:
     ]
     assert cheapest([3.0, 1.0, 2.0, 5.0, 4.0, 0.0], chance) == [5, 1, 2, 0]
     assert cheapest([], chance) == []
+
+
+@given(st.lists(st.sampled_from([0.0, 0.5, 1.0, 2.0, float("inf")])), st.floats(0, 0.999))
+def test_the_cheapest_are_those_of_a_stable_sort_from_a_random_one_on(costs: list[float], chance: float) -> None:
+    first = int(chance * len(costs))
+    turned = [*range(first, len(costs)), *range(first)]
+    assert cheapest(costs, chance) == sorted(turned, key=costs.__getitem__)[:BEST]

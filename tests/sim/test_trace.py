@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import gzip
 from pathlib import Path
 
@@ -139,6 +140,16 @@ def test_errors_name_file_line_and_remedy(tmp_path: Path) -> None:
     for match, rows in cases.items():
         with pytest.raises(ConfigError, match=match):
             read(lines(tmp_path / "m.jsonl", rows))
+
+
+def test_reading_leaves_the_garbage_collector_as_it_was(tmp_path: Path) -> None:
+    (tmp_path / "empty.jsonl").write_text("")
+    for switch in (gc.disable, gc.enable):
+        switch()
+        before = gc.isenabled()
+        with pytest.raises(ConfigError, match="the file is empty"):
+            read(tmp_path / "empty.jsonl")
+        assert gc.isenabled() == before
 
 
 def test_names_of_formats_are_checked(tmp_path: Path) -> None:

@@ -14,17 +14,18 @@ from regauge.plan.digest import PRIME
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """Bytes on the wire, and the sum of the chunks' digests. A leg's, a transfer's, and a worker's add up."""
+    """Bytes on the wire, the sum of the chunks' digests, and how many they are. A leg's, a transfer's, and a worker's add up."""
 
     nbytes: int = 0
     sum: int = 0
+    chunks: int = 0
 
     def __add__(self, other: Counted) -> Counted:
-        return Counted(self.nbytes + other.nbytes, (self.sum + other.sum) % PRIME)
+        return Counted(self.nbytes + other.nbytes, (self.sum + other.sum) % PRIME, self.chunks + other.chunks)
 
     def chunk(self, nbytes: int, digest: bytes) -> Counted:
         """Return this and one chunk more, with its digest as it is on the wire."""
-        return self + Counted(nbytes, int.from_bytes(digest, "little"))
+        return self + Counted(nbytes, int.from_bytes(digest, "little"), 1)
 
     @property
     def digest(self) -> str:

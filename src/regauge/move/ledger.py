@@ -17,7 +17,7 @@ class Ledger:
 
     def __init__(self) -> None:
         self._delivered = 0
-        self._wire_bytes = 0
+        self._wire_bytes = self._received = self._chunks = 0
         self._failed: Counter[str] = Counter()
         self._resent = 0
         self._resumed = 0
@@ -36,8 +36,12 @@ class Ledger:
         if (error := transfer.exception()) is not None:
             self.failed(error)
             return
+        found = transfer.result()
         self._delivered += 1
-        self._wire_bytes += transfer.result().wire_bytes
+        self._wire_bytes += found.wire_bytes
+        if isinstance(found, Arrival):
+            self._received += found.wire_bytes
+            self._chunks += found.counted.chunks
 
     def read(self, links: InboundLinks) -> None:
         """Take in how much has been sent again and resumed."""
@@ -45,4 +49,6 @@ class Ledger:
 
     def totals(self) -> Totals:
         """Return the counts."""
-        return Totals(self._delivered, self._wire_bytes, dict(self._failed), self._resent, self._resumed)
+        return Totals(
+            self._delivered, self._wire_bytes, dict(self._failed), self._resent, self._resumed, self._chunks, self._received
+        )  # fmt: skip

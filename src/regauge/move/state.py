@@ -90,6 +90,10 @@ class Totals(msgspec.Struct, frozen=True):
     """Chunks written twice; counted on the decode side."""
     resumed: int = 0
     """Legs that went on over a new link; counted on the decode side."""
+    chunks: int = 0
+    """Whose digests were compared and agreed; counted on the decode side, of delivered transfers."""
+    received: int = 0
+    """Of `wire_bytes`, what came in; the rest went out."""
 
 
 class Hidden(msgspec.Struct, frozen=True):

@@ -18,23 +18,31 @@ Cause = Literal["worker_lost", "failed", "timeout", "draining", "queue_full", "t
 Outcome = Literal["complete", "cancelled", "failed"]
 
 
-class Load(msgspec.Struct, frozen=True, gc=False):
+class Load:
     """What a worker says of itself at one moment. None: it does not know."""
 
-    queued_tokens: int | None = None
-    """Prompt tokens that wait or are being computed; of these, cached ones do not count."""
-    running: int | None = None
-    """Requests that it holds as decode worker: those that decode, and those that wait for their KV."""
-    free_pages: int | None = None
-    pages: int | None = None
-    page_size: int | None = None
-    """Tokens of one page."""
-    prefill_tokens_per_s: float | None = None
-    """Measured over real steps."""
-    tpot_s: float | None = None
-    """Seconds per output token, measured, at the `running` of now."""
-    cache_seq: int | None = None
-    """Number of its newest prefix-cache event; None: it gives no events."""
+    __slots__ = (
+        "cache_seq", "free_pages", "page_size", "pages", "prefill_tokens_per_s", "queued_tokens", "running", "tpot_s",
+    )  # fmt: skip
+
+    def __init__(
+        self, queued_tokens: int | None = None, running: int | None = None, free_pages: int | None = None,
+        pages: int | None = None, page_size: int | None = None, prefill_tokens_per_s: float | None = None,
+        tpot_s: float | None = None, cache_seq: int | None = None,
+    ) -> None:  # fmt: skip
+        self.queued_tokens = queued_tokens
+        """Prompt tokens that wait or are being computed; of these, cached ones do not count."""
+        self.running = running
+        """Requests that it holds as decode worker: those that decode, and those that wait for their KV."""
+        self.free_pages, self.pages = free_pages, pages
+        self.page_size = page_size
+        """Tokens of one page."""
+        self.prefill_tokens_per_s = prefill_tokens_per_s
+        """Measured over real steps."""
+        self.tpot_s = tpot_s
+        """Seconds per output token, measured, at the `running` of now."""
+        self.cache_seq = cache_seq
+        """Number of its newest prefix-cache event; None: it gives no events."""
 
 
 @dataclass(frozen=True, slots=True)

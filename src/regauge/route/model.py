@@ -11,10 +11,11 @@ KV goes layer by layer while the prompt is computed, and that does not begin bef
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from random import Random
-from typing import NamedTuple
+from typing import cast
 
 from regauge.config_route import RouteConfig
 from regauge.route.cluster import Candidate, Request
@@ -22,6 +23,8 @@ from regauge.route.state import UNKNOWN, Standing
 
 HARM: float = 0.5
 """What a second by which a request's KV delays others' counts against a second of its own."""
+_candidate = cast("Callable[[type[Candidate], Sequence[object]], Candidate]", tuple.__new__)
+"""Two thirds of the time of the class's own way."""
 
 
 @dataclass(slots=True)
@@ -43,23 +46,30 @@ class View:
     """How many placements are wanted, at least, if there are so many."""
 
 
-class Estimate(NamedTuple):
+class Estimate:
     """One placement, predicted."""
 
-    prefill: Standing | None
-    decode: Standing
-    cached: int
-    queue_s: float
-    compute_s: float
-    transfer_s: float
-    wait_s: float
-    harm_s: float
-    tpot_s: float | None
-    wire_bytes: float
-    ready: float
-    """When computing begins."""
-    known: bool = True
-    """Whether the rate of the link is."""
+    __slots__ = (
+        "cached", "compute_s", "decode", "harm_s", "known", "prefill", "queue_s", "ready", "tpot_s", "transfer_s", "wait_s",
+        "wire_bytes",
+    )  # fmt: skip
+
+    def __init__(
+        self, prefill: Standing | None, decode: Standing, cached: int, queue_s: float, compute_s: float
+    ) -> None:
+        self.prefill, self.decode, self.cached, self.queue_s, self.compute_s = (
+            prefill,
+            decode,
+            cached,
+            queue_s,
+            compute_s,
+        )
+        self.transfer_s = self.wait_s = self.harm_s = self.wire_bytes = 0.0
+        self.tpot_s: float | None = None
+        self.ready = 0.0
+        """When computing begins."""
+        self.known = True
+        """Whether the rate of the link is."""
 
     @property
     def ttft_s(self) -> float:
@@ -73,9 +83,12 @@ class Estimate(NamedTuple):
 
     def candidate(self) -> Candidate:
         """Return what is said of it."""
-        return Candidate(
-            self.prefill.name if self.prefill else None, self.decode.name, self.cached, self.queue_s, self.compute_s,
-            self.transfer_s, self.wait_s, self.wire_bytes, self.tpot_s,
+        return _candidate(
+            Candidate,
+            (
+                self.prefill.name if self.prefill else None, self.decode.name, self.cached, self.queue_s, self.compute_s,
+                self.transfer_s, self.wait_s, self.wire_bytes, self.tpot_s,
+            ),
         )  # fmt: skip
 
 
@@ -96,8 +109,10 @@ def estimate(request: Request, view: View, prefill: Standing | None, decode: Sta
     size = link.bytes_per_token * request.tokens
     landed, harm = decode.nic.finish(size, begin, begin + compute, now, link.bytes_per_s)
     transfer = landed - begin - compute + link.convert_s_per_token * request.tokens
-    tpot, known = decode.tpot_s(), link.bytes_per_s > 0
-    return Estimate(prefill, decode, cached, queue, compute, transfer, late, harm, tpot, size, begin, known)
+    made = Estimate(prefill, decode, cached, queue, compute)
+    made.transfer_s, made.wait_s, made.harm_s, made.wire_bytes = transfer, late, harm, size
+    made.tpot_s, made.ready, made.known = decode.tpot_s(), begin, link.bytes_per_s > 0
+    return made
 
 
 def _alone(request: Request, view: View, decode: Standing) -> Estimate | None:
@@ -107,8 +122,9 @@ def _alone(request: Request, view: View, decode: Standing) -> Estimate | None:
     cached = view.cached.get(decode.name, 0)
     queue = decode.waiting_s(view.now)
     compute = decode.compute_s(request.tokens - cached, cached)
-    late = max(0.0, wait - queue)
-    return Estimate(None, decode, cached, queue, compute, 0.0, late, 0.0, decode.tpot_s(), 0.0, view.now + queue)
+    made = Estimate(None, decode, cached, queue, compute)
+    made.wait_s, made.tpot_s, made.ready = max(0.0, wait - queue), decode.tpot_s(), view.now + queue
+    return made
 
 
 def stall(decode: Standing, compute_s: float) -> float:

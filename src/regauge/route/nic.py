@@ -11,7 +11,6 @@ from the start. A transfer that begins at `_served` = S with B bytes has landed 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from dataclasses import dataclass
 from math import inf
 from operator import attrgetter
 from typing import Final
@@ -20,17 +19,19 @@ TAIL_S: Final = 0.002
 """What a transfer takes after its last layer, at least: a chunk and the commit."""
 
 
-@dataclass(slots=True, eq=False)
 class Flow:
     """One transfer that is booked and not known to have landed."""
 
-    ready: float
-    """When its first bytes can go: its computation's beginning, as predicted."""
-    complete: float
-    """When its last bytes can go."""
-    rest: float
-    """Bytes; once it goes, its mark."""
-    going: bool = False
+    __slots__ = ("complete", "going", "ready", "rest")
+
+    def __init__(self, ready: float, complete: float, rest: float) -> None:
+        self.ready = ready
+        """When its first bytes can go: its computation's beginning, as predicted."""
+        self.complete = complete
+        """When its last bytes can go."""
+        self.rest = rest
+        """Bytes; once it goes, its mark."""
+        self.going = False
 
 
 _READY = attrgetter("ready")
@@ -153,10 +154,17 @@ class Nic:
             drained, foreign = -foreign, 0.0
         else:
             drained = 0.0
-        total, shared = sum(rests, 0.0), 0.0
+        total, most, shared = 0.0, 0.0, 0.0
+        for rest in rests:
+            total += rest
+            most = max(most, rest)
         if drained < total:
             keep = 1 - drained / total
-            shared = total * keep if max(rests) * keep <= size else sum([min(rest * keep, size) for rest in rests], 0.0)
+            if most * keep <= size:
+                shared = total * keep
+            else:
+                for rest in rests:
+                    shared += min(rest * keep, size)
         sent = begin + (size + foreign + shared) / rate
         return (max(landed, sent)), shared / rate
 

@@ -7,7 +7,6 @@ network; `network-aware` takes the pair with the earliest first token.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from operator import attrgetter
 from types import MappingProxyType
 from typing import Final
@@ -19,15 +18,15 @@ from regauge.route.search import BEST, OVER_LIMIT, Search, cheapest, rooms, star
 from regauge.route.state import Standing
 
 
-@dataclass(slots=True)
 class Pick:
-    """A placement and what it is ordered by."""
+    """A placement and what it is ordered by; `estimate`: if the policy has made one."""
 
-    score: float
-    prefill: Standing | None
-    decode: Standing
-    estimate: Estimate | None = None
-    """If the policy has made one."""
+    __slots__ = ("decode", "estimate", "prefill", "score")
+
+    def __init__(
+        self, score: float, prefill: Standing | None, decode: Standing, estimate: Estimate | None = None
+    ) -> None:
+        self.score, self.prefill, self.decode, self.estimate = score, prefill, decode, estimate
 
 
 SCORE = attrgetter("score")
@@ -56,7 +55,7 @@ def _room(view: View, request: Request) -> Callable[[Standing], float]:
     def cost(decode: Standing) -> float:
         slots = decode.taken / decode.slots
         pages = decode.pages_used + decode.pages_for(tokens)
-        total = decode.load.pages
+        total = decode.pages
         free = decode.pages_base
         used = (pages + (total - free if free is not None else 0)) / total if total else 0.0
         return slots_weight * slots + pages_weight * used
@@ -115,14 +114,14 @@ def network_aware(request: Request, view: View) -> list[Pick]:
     """
     if not view.prefills:
         return []
-    search, (first, *others) = Search(request, view), starts(request, view)
-    search.first(first, rooms(request, view))
+    search, found = Search(request.tokens, view, view.few), starts(request, view)
+    search.first(found[0], rooms(request, view))
     best = search.best
-    for start in others:
-        if len(best) >= view.few and start[2] + start[3] >= best[0].score:
+    for start in found[1:]:
+        if len(best) >= view.few and start.queue_s + start.compute_s >= best[0].score:
             break  # its own terms alone are more than the best pair's
         search.look(start)
-    return [Pick(found.score, found.start[0], found.room[0], search.estimate(found)) for found in best]
+    return [Pick(pair.score, pair.start.prefill, pair.room.decode, search.estimate(pair)) for pair in best]
 
 
 def _priced(request: Request, view: View, decode: Standing) -> Pick | None:

@@ -8,11 +8,11 @@ Workers are bits: a block's holders are one number, and those that have a whole 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from math import inf
-from typing import Final
+from typing import Final, cast
 
 from regauge.blocks import CacheEvent, Cleared, Removed, Stored
 
@@ -32,7 +32,7 @@ class Cache:
     capacity: int
     """Blocks; of assumed caches, the least recently used ones beyond go."""
     joined: float
-    held: dict[int, None] = field(default_factory=dict)
+    held: dict[Hashable, None] = field(default_factory=dict)
     seq: int | None = None
     """Newest event; None: it has given none."""
     newest: int | None = None
@@ -42,7 +42,7 @@ class Cache:
     gap: str = ""
     """What is missing; empty: nothing."""
     gaps: int = 0
-    oldest: dict[int, None] = field(default_factory=dict)
+    oldest: dict[Hashable, None] = field(default_factory=dict)
     """Some of the oldest blocks, the oldest one last."""
 
     @property
@@ -61,7 +61,7 @@ class PrefixIndex:
         """Times that a worker's part became stale by a gap."""
         self._limit = limit
         self._stale_s = stale_s
-        self._where: dict[int, int] = {}
+        self._where: dict[Hashable, int] = {}  # an `int` would be unpacked and packed again at each block
         self._caches: dict[str, Cache] = {}
         self._names: dict[int, str] = {}
         self._sets: dict[int, tuple[str, ...]] = {}
@@ -171,9 +171,10 @@ class PrefixIndex:
     def matches(self, blocks: Sequence[int]) -> list[tuple[int, int]]:
         """Return which workers (bits) have how many of the blocks, from the first one on without a gap: the fewest first, those with none left out."""
         found = []
-        alive, get, count = self._all, self._where.get, 0
-        for block in blocks:
-            have = get(block, 0) & alive
+        alive, where, count = self._all, self._where, 0
+        names: Sequence[Hashable] = blocks
+        for block in names:
+            have = where.get(block, 0) & alive
             if have != alive:
                 if count:
                     found.append((alive ^ have, count))
@@ -228,7 +229,7 @@ class PrefixIndex:
 
     def blocks(self, name: str) -> set[int]:
         """Return a worker's blocks, for inspection."""
-        return set(self._caches[name].held)
+        return cast("set[int]", set(self._caches[name].held))
 
     def _hear(self, cache: Cache, now: float) -> None:
         bit = cache.bit
@@ -259,13 +260,13 @@ class PrefixIndex:
         elif cache.behind_since is None:
             cache.behind_since = now
 
-    def _store(self, cache: Cache, hashes: Sequence[int]) -> None:
+    def _store(self, cache: Cache, hashes: Sequence[Hashable]) -> None:
         where, held, bit = self._where, cache.held, cache.bit
-        get, before = where.get, len(held)
+        before = len(held)
         for block in hashes:
-            mask = get(block)
+            mask = where.get(block)
             where[block] = bit if mask is None else mask | bit
-        held.update(dict.fromkeys(hashes))
+            held[block] = None
         self._total += len(held) - before
         if self._total > self._limit:
             self._fit(cache)
@@ -275,11 +276,11 @@ class PrefixIndex:
             self._drop_oldest(cache)
             self.dropped += 1
 
-    def _remove(self, cache: Cache, hashes: Sequence[int]) -> None:
+    def _remove(self, cache: Cache, hashes: Sequence[Hashable]) -> None:
         where, held, bit, before = self._where, cache.held, cache.bit, len(cache.held)
-        pop = held.pop
         for block in hashes:
-            if pop(block, bit) is None:  # it was there
+            if block in held:
+                del held[block]
                 left = where[block] ^ bit
                 if left:
                     where[block] = left

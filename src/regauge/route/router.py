@@ -275,7 +275,8 @@ class Router:
         most, per_block, doubtful = max(0, request.tokens - 1), self.config.block_tokens, index.doubtful(now)
         for workers, blocks in index.matches(request.blocks):
             tokens = min(blocks * per_block, most)
-            cached.update(dict.fromkeys(index.names(workers), tokens))
+            for name in index.names(workers):
+                cached[name] = tokens
             for name in index.names(workers & doubtful) if workers & doubtful else ():
                 share = self._workers[name].trust if index.assumed(name) else 1.0
                 if stale := index.stale(name, now):
@@ -303,21 +304,28 @@ class Router:
         return Refusal("no_worker", "no usable prefill worker has a path to a usable decode worker", role="prefill")
 
     def _book(self, request: Request, chosen: Estimate, ttft_s: float, now: float) -> None:
-        booking = Booking(
-            request.id, now, chosen.prefill, chosen.decode, request.tokens - chosen.cached, chosen.compute_s,
-            request.tokens + request.max_tokens, chosen.cached, ttft_s, chosen.known, chosen.computer.guessed,
-        )  # fmt: skip
-        self._bookings[request.id] = booking
-        computer = chosen.computer
+        attempt, tokens, prefill, decode, computer = (
+            request.id,
+            request.tokens,
+            chosen.prefill,
+            chosen.decode,
+            chosen.computer,
+        )
+        booking = Booking(attempt, now, prefill, decode)
+        booking.tokens, booking.cached, booking.compute_s = tokens - chosen.cached, chosen.cached, chosen.compute_s
+        booking.pages_tokens, booking.predicted_s = tokens + request.max_tokens, ttft_s
+        booking.known, booking.guessed = chosen.known, computer.guessed
+        self._bookings[attempt] = booking
         computer.enqueue(booking, now)
-        chosen.decode.seat(booking)
-        if chosen.prefill is not None:
+        decode.seat(booking)
+        if prefill is not None:
             flow = Flow(chosen.ready, chosen.ready + chosen.compute_s, chosen.wire_bytes)
-            chosen.decode.nic.add(request.id, flow, now)
-            chosen.prefill.breaker.given(request.id, now)
-        chosen.decode.breaker.given(request.id, now)
-        if request.blocks:
-            self.index.assume(computer.name, request.blocks)
+            decode.nic.add(attempt, flow, now)
+            prefill.breaker.given(attempt, now)
+        decode.breaker.given(attempt, now)
+        blocks = request.blocks
+        if blocks:
+            self.index.assume(computer.name, blocks)
 
     def _crossed(self, booking: Booking, now: float) -> None:
         """The prompt is computed, and its KV where it is wanted."""
@@ -345,10 +353,11 @@ class Router:
 
     def _capacity(self, standing: Standing) -> int:
         """Return the blocks that a cache is assumed to hold."""
-        load, tokens = standing.load, standing.worker.cache_tokens
+        tokens = standing.worker.cache_tokens
         if tokens is None:
-            pool = load.pages * load.page_size if load.pages and load.page_size else None
-            tokens = self.config.assumed_tokens if pool is None else pool
+            load = standing.load
+            pages, size = load.pages, load.page_size
+            tokens = pages * size if pages and size else self.config.assumed_tokens
         return max(1, tokens // self.config.block_tokens)
 
 

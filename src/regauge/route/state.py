@@ -36,32 +36,33 @@ HOLD_S: Final = 5.0
 """How long a request holds its place in decode, until that is measured."""
 
 
-@dataclass(slots=True, eq=False)
 class Booking:
     """What one attempt has been promised."""
 
-    id: str
-    made: float
-    prefill: Standing | None
-    decode: Standing
-    tokens: int
-    """To be computed, as expected."""
-    compute_s: float
-    pages_tokens: int
-    """Tokens that decode must have pages for."""
-    cached: int
-    predicted_s: float
-    """Time to the first token, before correction."""
-    known: bool = True
-    """All of what it takes was predicted: its link's rate is known."""
-    guessed: bool = False
-    """Its computation was a guess: see `GUESS`."""
-    first: float | None = None
-    """When its first token came."""
-    computing: bool = True
-    """Its prompt is not known to be computed."""
-    record: Record | None = None
-    """Where the journal has it."""
+    __slots__ = (
+        "cached", "compute_s", "computing", "decode", "first", "guessed", "id", "known", "made", "pages_tokens",
+        "predicted_s", "prefill", "record", "tokens",
+    )  # fmt: skip
+
+    def __init__(self, attempt: str, made: float, prefill: Standing | None, decode: Standing) -> None:
+        self.id, self.made, self.prefill, self.decode = attempt, made, prefill, decode
+        self.tokens = self.cached = 0
+        """To be computed, and cached, as expected."""
+        self.compute_s = 0.0
+        self.pages_tokens = 0
+        """Tokens that decode must have pages for."""
+        self.predicted_s = 0.0
+        """Time to the first token, before correction."""
+        self.known = True
+        """All of what it takes was predicted: its link's rate is known."""
+        self.guessed = False
+        """Its computation was a guess: see `GUESS`."""
+        self.first: float | None = None
+        """When its first token came."""
+        self.computing = True
+        """Its prompt is not known to be computed."""
+        self.record: Record | None = None
+        """Where the journal has it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -120,6 +121,12 @@ class Standing:
     overhead_s: float = 0.0
     attention_s: float = 0.0
     """As of `worker`: read for every request."""
+    page_tokens: int = PAGE_TOKENS
+    """Tokens of a page,"""
+    pages: int | None = None
+    """pages, and"""
+    step_s: float | None = None
+    """seconds per token, as of `load`: so are they."""
     _decodes: list[Standing] | None = None
     _ways: Ways | None = None
 
@@ -232,20 +239,19 @@ class Standing:
     def _room(self) -> None:
         """Seats or pages have changed."""
         self.taken = len(self.seats) + self.foreign_seats
-        pages, base = self.load.pages, self.pages_base
+        pages, base = self.pages, self.pages_base
         if base is not None:
             pages = base - self.pages_used if pages is None else min(pages, base - self.pages_used)
-        self.tokens_free = inf if pages is None else pages * (self.load.page_size or PAGE_TOKENS)
+        self.tokens_free = inf if pages is None else pages * self.page_tokens
 
     def pages_for(self, tokens: int) -> int:
         """Return the pages that so many tokens need."""
-        return -(-tokens // (self.load.page_size or PAGE_TOKENS))
+        return -(-tokens // self.page_tokens)
 
     def wait_s(self, tokens: int) -> float:
         """Return the seconds until decode has a slot and pages for a request of `tokens` tokens in all; infinite: it never fits."""
-        load = self.load
-        pages = -(-tokens // (load.page_size or PAGE_TOKENS))
-        if load.pages is not None and pages > load.pages:
+        pages = -(-tokens // self.page_tokens)
+        if self.pages is not None and pages > self.pages:
             return inf
         seats = self.taken
         over = seats + 1 - self.slots
@@ -263,7 +269,7 @@ class Standing:
 
         A batch that fills all slots is taken to be twice as slow as one request.
         """
-        measured = self.load.tpot_s
+        measured = self.step_s
         if measured is None:
             return None
         slots, running = self.slots, self.load.running
@@ -282,28 +288,40 @@ class Standing:
         """Take what the worker said of itself when it was asked at `now`. Reports that were overtaken are ignored."""
         if now < self.reported:
             return
-        known = now - TRANSIT_S
-        if load.prefill_tokens_per_s:
-            self.speed = load.prefill_tokens_per_s
+        known, before = now - TRANSIT_S, self.load
+        self.load, self.reported = load, now
+        # Each figure is read once, and so are the few of the report before: of a message, that is what takes the time.
+        speed, queued, running = load.prefill_tokens_per_s, load.queued_tokens, load.running
+        if speed:
+            self.speed = speed
         elif (measured := self.measured_speed) is not None:
             self.speed = measured
-        page_size, running = self.load.page_size, load.running or 0
-        if load.tpot_s != self.load.tpot_s:
-            # It is a mean over steps before the report: an idle worker's was measured while it was busy.
-            self.tpot_batch = max(running, self.load.running or 0)
-        if load.prefill_tokens_per_s != self.load.prefill_tokens_per_s:
+        if speed != before.prefill_tokens_per_s:
             self.measured_at = now
-        self.load, self.reported = load, now
-        if load.page_size != page_size:
-            self.pages_used = sum(self.pages_for(booking.pages_tokens) for booking in self.seats.values())
-        self.fresh_until = now + FRESH_S if load.queued_tokens is not None else -inf
-        if load.queued_tokens is not None:
-            self._queue_said(load.queued_tokens, known, now)
-        if load.running is not None or load.free_pages is not None:
-            self._held(load, known)
+        if queued is None:
+            self.fresh_until = -inf
+        else:
+            self.fresh_until = now + FRESH_S
+            self._queue_said(queued, known, now)
+        self._decodes_said(load, running, before, known)
         self._room()
 
-    def _held(self, load: Load, known: float) -> None:
+    def _decodes_said(self, load: Load, running: int | None, before: Load, known: float) -> None:
+        """Take what a report says of decode."""
+        step, free = load.tpot_s, load.free_pages
+        self.pages = load.pages
+        if step != self.step_s:
+            # It is a mean over steps before the report: an idle worker's was measured while it was busy.
+            self.tpot_batch = max(running or 0, before.running or 0)
+            self.step_s = step
+        page_tokens = load.page_size or PAGE_TOKENS
+        if page_tokens != self.page_tokens:
+            self.page_tokens = page_tokens
+            self.pages_used = sum(self.pages_for(booking.pages_tokens) for booking in self.seats.values())
+        if running is not None or free is not None:
+            self._held(running, free, known)
+
+    def _held(self, running: int | None, free: int | None, known: float) -> None:
         """Tell what of decode's seats and pages is not ours. Bookings are in order of their time: the youngest are the last."""
         young, pages = 0, 0
         for booking in reversed(self.seats.values()):
@@ -311,12 +329,12 @@ class Standing:
                 break
             young += 1
             pages += self.pages_for(booking.pages_tokens)
-        if load.running is not None:
-            self.foreign_seats = max(0, load.running - (len(self.seats) - young))
-        if load.free_pages is not None:
-            self.pages_base = load.free_pages + self.pages_used - pages
-            if load.pages is not None:
-                self.pages_base = min(self.pages_base, load.pages)
+        if running is not None:
+            self.foreign_seats = max(0, running - (len(self.seats) - young))
+        if free is not None:
+            self.pages_base = free + self.pages_used - pages
+            if self.pages is not None:
+                self.pages_base = min(self.pages_base, self.pages)
 
     def _queue_said(self, queued: int, known: float, now: float) -> None:
         tokens, seconds = 0, 0.0

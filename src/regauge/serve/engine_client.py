@@ -204,5 +204,6 @@ def _together(name: str, ranks: Sequence[WorkerState]) -> WorkerState:
         pools=[x for rank in ranks for x in rank.pools], sessions=[x for rank in ranks for x in rank.sessions],
         nics=[x for rank in ranks for x in rank.nics],
         totals=Totals(sum(t.delivered for t in totals), sum(t.wire_bytes for t in totals), dict(failed),
-                      sum(t.resent for t in totals), sum(t.resumed for t in totals)),
+                      sum(t.resent for t in totals), sum(t.resumed for t in totals),
+                      sum(t.chunks for t in totals), sum(t.received for t in totals)),
     )  # fmt: skip

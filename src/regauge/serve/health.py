@@ -8,6 +8,7 @@ import msgspec
 
 from regauge.config import Role
 from regauge.move.state import Totals
+from regauge.plane_meter import InterfaceBytes
 
 
 class NicLoad(msgspec.Struct, frozen=True):
@@ -61,3 +62,9 @@ class Health(msgspec.Struct, frozen=True):
     nics: list[NicLoad] = []
     receipts: int = 0
     """Number of its latest receipt."""
+    host: str = ""
+    """Name of its machine; empty: not told, and then neither are the interfaces."""
+    interfaces: list[InterfaceBytes] = []
+    """Of the planes that its configuration declares."""
+    off_plane_bytes: int = 0
+    """KV that the compute plane's interfaces cannot have carried: at least so much, since it began."""

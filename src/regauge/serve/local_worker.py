@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import time
 from collections.abc import Sequence
 
@@ -18,6 +19,8 @@ from regauge.move.bound import Memory
 from regauge.move.rails import Rails
 from regauge.move.state import WorkerState, bounded, pool_states, session_states
 from regauge.observe import ERROR, ROLE, get_logger
+from regauge.plane_meter import InterfaceBytes, OffPlane, carried, read
+from regauge.planes import interfaces
 from regauge.serve import wire
 from regauge.serve.core import Core, RefusalError
 from regauge.serve.worker import DecodeWorker, PrefillWorker
@@ -34,6 +37,9 @@ class LocalWorker:
         self.prefill = PrefillWorker(spec_, memory, model, rails, self.core)
         self.decode = DecodeWorker(spec_, memory, model, rails, self.core)
         self._rails = rails
+        self._planes = interfaces(spec_.config.planes)
+        self._off_plane = OffPlane()
+        self.host_bytes()
         self._warming: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
@@ -57,6 +63,15 @@ class LocalWorker:
             else:
                 return
 
+    def host_bytes(self) -> tuple[list[InterfaceBytes], int]:
+        """Return what the interfaces of this host's planes have carried, and the KV that compute's cannot have."""
+        found, totals = read(self._planes), self.core.ledger.totals()
+        if "compute" not in self._planes or self.spec.config.transfer.transport == "shm":
+            return found, 0
+        return found, self._off_plane.bytes(
+            *carried(found, "compute"), totals.received, totals.wire_bytes - totals.received
+        )
+
     def take(self, roles: Sequence[Role]) -> wire.Health:
         """Take requests of these roles alone; those under way go on. Raises RefusalError for decode without a port for control connections."""
         if "decode" in roles and not self.spec.control_port:
@@ -70,6 +85,7 @@ class LocalWorker:
         core, speed = self.core, self.core.engine.speed
         running = core.engine.running
         self.core.ledger.read(self.decode.links)
+        carried_, off_plane = self.host_bytes()
         return wire.Health(
             status="draining" if core.draining or not core.roles else "ok", role=self.spec.role, name=self.spec.name,
             pid=os.getpid(), model=self.spec.model_name, free_pages=core.cache.available, pages=core.pool.pages,
@@ -83,7 +99,8 @@ class LocalWorker:
                 wire.NicLoad(nic.nic, nic.granted_bytes, nic.queued_bytes, nic.backlog_bytes, nic.bytes_per_s)
                 for nic in self.decode.nics()
             ] if "decode" in core.roles else [],
-            receipts=core.notary.count,
+            receipts=core.notary.count, host=socket.gethostname() if carried_ else "", interfaces=carried_,
+            off_plane_bytes=off_plane,
         )  # fmt: skip
 
     def debug(self, limit: int) -> WorkerState:

@@ -200,6 +200,8 @@ class _Run:
         self._resumes = "" if first == choice.request_id else first
         """What has paid for the input: the attempt that this one goes on from, or the first answer to the same prompt."""
         self._placed: Start | None = None
+        self._token_at = 0.0
+        """When the latest token came."""
 
     def place(self) -> None:
         """Find a place for the first attempt. Raises ApiError where there is none."""
@@ -261,8 +263,12 @@ class _Run:
         if attempt.delivered == 1:
             self._life.first_token(self._now())
             self._seed = self._seed if event.seed is None else event.seed
+        now = time.monotonic()
         if not text.count:
-            text.ttft_s = time.monotonic() - tally.arrived
+            text.ttft_s = now - tally.arrived
+        elif attempt.delivered > 1:
+            self._service.metrics.itl.observe(now - self._token_at)
+        self._token_at = now
         if attempt.delivered == 1:
             self._cached(attempt)
         delta = text.push(event)
@@ -282,6 +288,7 @@ class _Run:
     def _prefilled(self, attempt: Attempt, reply: wire.Prefilled) -> None:
         self._cached(attempt)
         self._life.prefilled(self._now(), reply.cached_tokens, reply.computed_tokens)
+        self._service.metrics.transfer_exposed.observe(reply.transfer_seconds)
 
     def _arrived(self, attempt: Attempt) -> None:
         event, tally = attempt.arrival, self._job.tally

@@ -136,7 +136,12 @@ class Worker:
             failed={reason: n - before.failed.get(reason, 0) for reason, n in after.failed.items()},
             resent_chunks=after.resent - before.resent,
             resumed_legs=after.resumed - before.resumed,
+            delivered=after.delivered - before.delivered,
+            chunks=after.chunks - before.chunks,
         )
+        if health.host:
+            self._metrics.planes.host(health.host, health.interfaces)
+            self._metrics.planes.off_plane.labels(self.client.name, self.client.role).set(health.off_plane_bytes)
         self._counted, self._pid = after, health.pid
 
     def _note(self, up: bool, reason: str) -> None:

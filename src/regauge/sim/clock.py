@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable
+from heapq import heappop, heappush
 from math import inf
 from typing import Any
 
@@ -38,13 +38,13 @@ class Clock:
     def call(self, when: float, what: Callable[[Any], object], argument: Any) -> None:
         """Have `what(argument)` run at a time; cheaper than a closure for each event."""
         self._asked = asked = self._asked + 1
-        heapq.heappush(self._due, (max(when, self.now), asked, what, argument))
+        heappush(self._due, (max(when, self.now), asked, what, argument))
 
     def run(self, until: float = inf) -> None:
         """Run until nothing is due any more, or not before `until`."""
-        due, pop = self._due, heapq.heappop
+        due = self._due
         while due:
             if due[0][0] > until:
                 return
-            self.now, _, what, argument = pop(due)
+            self.now, _, what, argument = heappop(due)
             what(argument)

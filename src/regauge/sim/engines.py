@@ -6,10 +6,10 @@ It computes one prompt at a time, first come first served. `decode.py` has the d
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from math import inf, nan
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from regauge.blocks import CacheEvent, Removed, Stored
 from regauge.errors import ConfigError
@@ -146,10 +146,10 @@ class Prefill:
         self._waiting: deque[Task] = deque()
         self._queued = 0
         """Tokens of those that wait, without what was cached when they came."""
-        self._cache: dict[int, int] = {}
-        """Block -> when it was used last, in prompts."""
-        self._stamp = 0
-        self._used: deque[tuple[int, list[int]]] = deque()
+        self._cache: dict[Hashable, object] = {}
+        """Block -> the stamp of the prompt that used it last; an `int` would be unpacked and packed again at each block."""
+        self._stamps = 0
+        self._used: deque[tuple[object, list[Hashable]]] = deque()
         """Prompts by when they were computed: an LRU whose cost is per prompt, and not per block."""
         self._noted = 0
         """Blocks in it."""
@@ -199,7 +199,7 @@ class Prefill:
 
     def held(self) -> set[int]:
         """Return the blocks in the cache."""
-        return set(self._cache)
+        return cast("set[int]", set(self._cache))
 
     @property
     def waiting(self) -> int:
@@ -209,7 +209,8 @@ class Prefill:
     def matched(self, task: Task) -> int:
         """Return how many of a prompt's tokens are cached now; never all."""
         cache, count = self._cache, 0
-        for block in task.blocks:
+        blocks: tuple[Hashable, ...] = task.blocks
+        for block in blocks:
             if block not in cache:
                 break
             count += 1
@@ -244,13 +245,18 @@ class Prefill:
 
     def _keep(self, blocks: tuple[int, ...]) -> None:
         """Put a prompt's blocks in front, and let the least recently used ones go; of one prompt its end before its beginning."""
-        cache, self._stamp = self._cache, self._stamp + 1
-        fresh = tuple([block for block in blocks if block not in cache])
+        cache, names = self._cache, list[Hashable](blocks)
+        self._stamps += 1
+        stamp: object = self._stamps
+        fresh = []
+        for block in names:
+            if block not in cache:
+                fresh.append(block)
+            cache[block] = stamp
         if fresh:
             self.seq += 1
-            self.events.append(Stored(self.seq, fresh))
-        cache.update(dict.fromkeys(blocks, self._stamp))
-        self._used.append((self._stamp, list(blocks)))
+            self.events.append(Stored(self.seq, cast("tuple[int, ...]", tuple(fresh))))
+        self._used.append((stamp, names))
         self._noted += len(blocks)
         over = len(cache) - self.model.cache_blocks
         if over > 0:
@@ -260,24 +266,24 @@ class Prefill:
 
     def _evict(self, count: int) -> None:
         cache, used = self._cache, self._used
-        gone: list[int] = []
+        gone: list[Hashable] = []
         while len(gone) < count:
             stamp, blocks = used[0]
             while blocks and len(gone) < count:
                 block = blocks.pop()
                 self._noted -= 1
-                if cache.get(block) == stamp:  # else it was used since, or is gone
+                if cache.get(block) is stamp:  # else it was used since, or is gone
                     del cache[block]
                     gone.append(block)
             if not blocks:
                 used.popleft()
         self.seq += 1
-        self.events.append(Removed(self.seq, tuple(gone)))
+        self.events.append(Removed(self.seq, cast("tuple[int, ...]", tuple(gone))))
 
     def _tidy(self) -> None:
         """Forget uses that later ones have made void."""
         cache = self._cache
-        notes = ((stamp, [block for block in blocks if cache.get(block) == stamp]) for stamp, blocks in self._used)
+        notes = ((stamp, [block for block in blocks if cache.get(block) is stamp]) for stamp, blocks in self._used)
         self._used = deque((stamp, blocks) for stamp, blocks in notes if blocks)
         self._noted = sum(len(blocks) for _, blocks in self._used)
 

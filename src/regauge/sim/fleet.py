@@ -240,7 +240,7 @@ class Fleet:
         self._arriving = False
 
     def _come(self, numbered: tuple[int, Arrival]) -> None:
-        self._arrive(*numbered)
+        self._arrive(numbered[0], numbered[1])
         self._pull()
 
     def _answered(self, numbered: tuple[int, Arrival]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from struct import Struct
 from typing import Final
 
 import numpy as np
@@ -29,6 +30,7 @@ _KINDS: Final[tuple[tuple[str, type], ...]] = (
     ("attempts", np.int16), ("outcome", np.uint8),
 )  # fmt: skip
 COLUMNS: Final = tuple(name for name, _ in _KINDS)
+_PACK = Struct(f"{1 + len(_KINDS)}d").pack
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +98,7 @@ class Rows:
 
     def add(self, row: Sequence[float]) -> None:
         """Take one request's row: its place, then its figures in the order of `COLUMNS`."""
-        self._figures.extend(row)
+        self._figures.frombytes(_PACK(*row))
 
     def log(self) -> Log:
         """Return all rows as columns, by place."""

@@ -10,7 +10,6 @@ Sizes are bytes, rates bytes per second, times seconds of the clock.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from difflib import get_close_matches
 from math import inf, isfinite
 from typing import TYPE_CHECKING
@@ -25,13 +24,15 @@ if TYPE_CHECKING:
 OVER = -1
 
 
-@dataclass(slots=True, eq=False)
 class Flow:
     """One transfer, as its owner knows it."""
 
-    number: int
-    """For the network; `OVER` once it is done or closed."""
-    done: Callable[[], None]
+    __slots__ = ("done", "number")
+
+    def __init__(self, number: int, done: Callable[[], None]) -> None:
+        self.number = number
+        """For the network; `OVER` once it is done or closed."""
+        self.done = done
 
 
 class Network:
@@ -72,7 +73,7 @@ class Network:
     def produce(self, flow: Flow, size: float, seconds: float, *, last: bool = False) -> None:
         """Have `size` bytes become ready evenly over `seconds` from now; what is produced at one time adds up."""
         _check_size(size)
-        if not (isfinite(seconds) and seconds >= 0):
+        if not 0 <= seconds < inf:
             raise ValueError(f"bytes become ready over {seconds} s: give a time of 0 or more")
         self._wake(self._fluid.produce(_live(flow), size, seconds, last, self._clock.now))
 
@@ -140,9 +141,9 @@ class Network:
         """Have the clock call at `soonest`, unless it calls before anyway."""
         if soonest < self._wakes:
             self._wakes = soonest
-            self._clock.at(soonest, self._look)
+            self._clock.call(soonest, self._look, None)
 
-    def _look(self) -> None:
+    def _look(self, _: object) -> None:
         now = self._clock.now
         if now < self._wakes:
             return  # by then it was known that something comes sooner
@@ -163,7 +164,7 @@ def _live(flow: Flow) -> int:
 
 
 def _check_size(size: float) -> None:
-    if not (isfinite(size) and size >= 0):
+    if not 0 <= size < inf:
         raise ValueError(f"a flow is given {size} bytes: give 0 or more")
 
 

@@ -6,6 +6,7 @@ them, `synthetic` makes others like them.
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -66,7 +67,13 @@ def read(
     from regauge.sim.trace_files import Options
     from regauge.sim.trace_forms import read as by_form
 
-    return by_form(Path(path), form, Options(block, closed, limit))
+    collecting = gc.isenabled()
+    gc.disable()  # millions of objects, and no cycles
+    try:
+        return by_form(Path(path), form, Options(block, closed, limit))
+    finally:
+        if collecting:
+            gc.enable()
 
 
 def ordered(arrivals: Iterable[Arrival]) -> tuple[Arrival, ...]:

@@ -140,6 +140,8 @@ class Columns:
 
 def tokens(lines: Lines, number: int, name: str, value: float | str) -> int:
     """Return a number of tokens, 0 or more, as int. Raises ConfigError for anything else."""
+    if type(value) is int and 0 <= value <= MAX_TOKENS:
+        return value
     try:
         found = float(value)
     except (ValueError, OverflowError):

@@ -26,7 +26,7 @@ class _Row(msgspec.Struct):
     timestamp: float
     input_length: int
     output_length: int
-    hash_ids: list[Annotated[int, msgspec.Meta(ge=0)]]
+    hash_ids: tuple[Annotated[int, msgspec.Meta(ge=0)], ...]
 
 
 def read(lines: Lines, options: Options) -> Trace:
@@ -38,7 +38,7 @@ def read(lines: Lines, options: Options) -> Trace:
         output = max(1, tokens(lines, number, "output_length", row.output_length))
         at = seconds(lines, number, "timestamp", row.timestamp) / 1000
         # The last block is a partial one, which cannot be shared. Of coarser blocks, the last of each is the whole's name.
-        blocks = tuple(row.hash_ids[: prompt // BLOCK][step - 1 :: step])
+        blocks = row.hash_ids[: prompt // BLOCK][step - 1 :: step]
         budget.take(number, len(blocks))
         arrivals.append(Arrival(at, prompt, output, blocks))
     found = ordered(arrivals)
@@ -58,5 +58,5 @@ def write(arrivals: Iterable[Arrival], path: Path, block: int = BLOCK) -> int:
             names = list(each.blocks)
             whole = -(-each.tokens // block)
             names += range(_OWN + count * _MOST, _OWN + count * _MOST + whole - len(names))
-            file.write(encoder.encode(_Row(round(1000 * each.at), each.tokens, each.output, names)) + b"\n")
+            file.write(encoder.encode(_Row(round(1000 * each.at), each.tokens, each.output, tuple(names))) + b"\n")
     return count

@@ -1,0 +1,63 @@
+"""Metrics of the three planes: what each interface has carried, and KV that took another way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from prometheus_client import CollectorRegistry, Counter, Gauge
+
+from regauge.plane_meter import InterfaceBytes
+from regauge.rates import Sample, grown
+
+LATEST: Final = "livemostrecent"
+
+
+@dataclass(frozen=True)
+class PlaneMetrics:
+    """What hosts tell of their interfaces."""
+
+    nbytes: Counter
+    speed: Gauge
+    off_plane: Gauge
+    told: dict[tuple[str, str, str], Sample] = field(default_factory=dict)
+    """Of each host, interface and direction, the counter as it was last told."""
+
+    @classmethod
+    def create(cls, registry: CollectorRegistry) -> PlaneMetrics:
+        """Return them on a registry."""
+        return cls(
+            nbytes=Counter(
+                "regauge_plane_bytes_total",
+                "Bytes that an interface of a plane has carried since it was first heard of.",
+                ["host", "plane", "interface", "direction"],
+                registry=registry,
+            ),
+            speed=Gauge(
+                "regauge_plane_speed_bytes_per_second",
+                "Line rate of an interface of a plane.",
+                ["host", "plane", "interface"],
+                registry=registry,
+                multiprocess_mode=LATEST,
+            ),
+            off_plane=Gauge(
+                "regauge_off_plane_bytes",
+                "Bytes of KV that the compute plane's interfaces cannot have carried, since the worker began: at least so many.",
+                ["worker", "role"],
+                registry=registry,
+                multiprocess_mode=LATEST,
+            ),
+        )
+
+    def host(self, name: str, interfaces: Sequence[InterfaceBytes]) -> None:
+        """Take a host's counters; several workers of it tell the same."""
+        for each in interfaces:
+            if each.bytes_per_s:
+                self.speed.labels(name, each.plane, each.interface).set(each.bytes_per_s)
+            for direction, total in (("received", each.received), ("sent", each.sent)):
+                key, after = (name, each.interface, direction), Sample(total, 0.0)
+                before, self.told[key] = self.told.get(key), after
+                counter = self.nbytes.labels(name, each.plane, each.interface, direction)
+                if before is not None:
+                    counter.inc(grown(before, after))
