@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from regauge.config import EngineConfig, ServeConfig, ServedConfig, ServerConfig, TransferConfig, decode
+from regauge.config import EngineConfig, MooncakeConfig, ServeConfig, ServedConfig, ServerConfig, TransferConfig, decode
 from regauge.config_discovery import DiscoveryConfig, WorkerConfig
 from regauge.config_planes import PLANES, PlaneName, PlanesConfig
 from regauge.errors import ConfigError
@@ -172,6 +172,9 @@ def test_an_interface_that_is_not_used_may_be_down() -> None:
     host = faulty("cmp1", up=False)
     assert not refused(ServeConfig(planes=LAB), host)
     assert "cmp1 is down" in refused(ServeConfig(planes=LAB, transfer=TransferConfig(nics=["cmp0", "cmp1"])), host)
+    assert "cmp1 is down" in refused(ServeConfig(planes=LAB, transfer=TransferConfig(host="10.210.1.11")), host)
+    rdma = TransferConfig("mooncake", mooncake=MooncakeConfig("rdma", ["mlx5_0", "mlx5_1"]))
+    assert "cmp1 is down" in refused(ServeConfig(planes=LAB, transfer=rdma), host)
 
 
 FAR = ServeConfig(

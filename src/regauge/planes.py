@@ -158,8 +158,7 @@ def _transfer(transfer: TransferConfig, compute: Side, host: Snapshot) -> Transf
 
 def _check_devices(transfer: TransferConfig, compute: Side, host: Snapshot) -> None:
     for setting, device in _devices(transfer):
-        name = device.partition(":")[0]
-        known = frozenset({name}) if name in host.links else host.devices.get(name)
+        known = _ports(device, host)
         fitting = [each for each, own in host.devices.items() if own & compute.interfaces] or sorted(compute.interfaces)
         instead = f"of planes.compute {compute.given!r} there are {', '.join(fitting)}"
         if known is None:
@@ -170,6 +169,12 @@ def _check_devices(transfer: TransferConfig, compute: Side, host: Snapshot) -> N
             raise ConfigError(
                 f"{setting} {device!r}: its port is {', '.join(sorted(known))}, of another plane; {instead}"
             )
+
+
+def _ports(device: str, host: Snapshot) -> frozenset[str] | None:
+    """Return the interfaces of a device's ports; None: there is no such device."""
+    name = device.partition(":")[0]
+    return frozenset({name}) if name in host.links else host.devices.get(name)
 
 
 def _devices(transfer: TransferConfig) -> list[tuple[str, str]]:
@@ -218,10 +223,7 @@ def down(found: Mapping[PlaneName, Side], config: ServeConfig, host: Snapshot) -
     """Return which interfaces that are used carry nothing."""
     refused = []
     for name, side in found.items():
-        used = {side.addresses[0].interface}
-        if name == "compute" and config.transfer.nics:
-            nics = [find(f"transfer.nics {nic!r}", nic, host)[1][0] for nic in config.transfer.nics]
-            used = {each.interface for each in nics}
+        used = {side.addresses[0].interface} if name != "compute" else _kv_interfaces(config.transfer, side, host)
         for interface in sorted(used):
             link = host.links.get(interface)
             if link is None or not link.up:
@@ -233,6 +235,13 @@ def down(found: Mapping[PlaneName, Side], config: ServeConfig, host: Snapshot) -
                     f"planes.{name} {side.given!r}: interface {interface} has no carrier; look at its cable and the switch's port: ethtool {interface}"
                 )
     return refused
+
+
+def _kv_interfaces(transfer: TransferConfig, compute: Side, host: Snapshot) -> set[str]:
+    """Return the interfaces that carry KV, and its control connections."""
+    named = transfer.nics or ([compute.given] if transfer.host == _UNSET else [transfer.host])
+    found = {find(f"transfer {each!r}", each, host)[1][0].interface for each in named}
+    return found.union(*(_ports(device, host) or () for _, device in _devices(transfer)))
 
 
 def peers(config: ServeConfig) -> list[Peer]:

@@ -70,6 +70,18 @@ class Lab:
     def regauge(self, node: str, *words: str) -> subprocess.CompletedProcess[str]:
         return self.run(node, sys.executable, "-m", "regauge", *words)
 
+    def doctor(self, host: str) -> list[dict[str, str]]:
+        """What the doctor finds wrong with a host, by the bill of materials and the host's configuration."""
+        bill, config = str(self.folder / BILL.name), str(self.rendered(host, "regauge/worker.toml"))
+        done = self.regauge(host, "doctor", "--topology", bill, "--host", host, "--config", config, "--json")
+        told: dict[str, Any] = json.loads(done.stdout)
+        wrong = [each for each in told["findings"] if each["severity"] != "unknown"]
+        assert done.returncode == bool(wrong) == (not told["green"]), done.stderr
+        assert {each["check"] for each in told["findings"] if each["severity"] == "unknown"} <= {
+            "clock"
+        }  # nobody keeps it here
+        return wrong
+
     def rendered(self, host: str, name: str) -> Path:
         return self.folder / "hosts" / host / name
 

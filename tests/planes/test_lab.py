@@ -102,6 +102,7 @@ def test_firewalls_keep_library_ports_to_the_compute_plane(served: Lab) -> None:
             assert served.ask(node, f"http://{address}:{MOONCAKE}/nothing", limit_s=1)[0] == 0
         assert served.ask("client", "http://10.211.0.13:9000/health", limit_s=1)[0] == 0
         assert chat(served, PROMPTS[0].replace("red", "grey"))
+        assert [served.doctor(host) for host in ("p0", "p1", "d")] == [[], [], []]
     finally:
         for host in ("p0", "p1", "d"):
             served.run(host, "nft", "delete", "table", "inet", "regauge")

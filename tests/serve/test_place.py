@@ -226,7 +226,7 @@ async def test_what_operators_ask_is_answered_by_the_management_plane_alone(
     authority.issue("a")
     (tmp_path / "tenants.toml").write_text(f'[tenant.acme]\nkeys = ["{new_key()[1]}"]\n')
     tls = ClientTlsConfig(str(tmp_path / "a.pem"), str(tmp_path / "a.key"))
-    rules = GatewayConfig(tenants=str(tmp_path / "tenants.toml"), processes=2, tls=tls)
+    rules = GatewayConfig(tenants=str(tmp_path / "tenants.toml"), processes=2, tls=tls, max_connections=4)
     planes = PlanesConfig(management="127.0.0.9", management_port=free_port())
     async with gateways(tokenizer, tmp_path, rules, planes) as all_, aiohttp.ClientSession() as session:
         context = ssl.create_default_context(cafile=str(authority.path))
@@ -249,6 +249,12 @@ async def test_what_operators_ask_is_answered_by_the_management_plane_alone(
             assert (await ask("/debug/transfers", management=True))[0] == 200
         _, text = await ask("/metrics", management=True)
         assert total(text, "regauge_requests_total", route="/debug/transfers", status="200") == 21
+        crowd = aiohttp.TCPConnector(limit=0, ssl=context, keepalive_timeout=60)
+        async with aiohttp.ClientSession(connector=crowd) as clients:
+            health = f"https://127.0.0.1:{all_.config.port}/health"
+            answers = await asyncio.gather(*(clients.get(health) for _ in range(40)))
+            assert {each.status for each in answers} == {200, 503}, "there are more than it takes"
+            assert (await ask("/metrics", management=True))[0] == 200
         files = [path.read_bytes() for path in (tmp_path / METRICS).glob("counter_*.db")]
         assert len([each for each in files if b"/debug/transfers" in each]) == 2, "both processes have answered"
 

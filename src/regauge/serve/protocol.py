@@ -44,11 +44,13 @@ class Door:
 
 
 class Protocol(HttpToolsProtocol):
-    """One connection. `local`: over a Unix socket of ours, so that whoever it is counts as of this machine."""
+    """One connection. `local`: over a Unix socket of ours, so that whoever it is counts as of this machine. `spare`: so many connections more are
+    taken, that those of clients do not keep an operator out."""
 
-    def __init__(self, *, door: Door, local: bool = False, **given: Any) -> None:
+    def __init__(self, *, door: Door, local: bool = False, spare: int = 0, **given: Any) -> None:
         super().__init__(**given)
         self._local = local
+        self._spare = spare
         self._door = door
         self._since = self.loop.time()
         """When what is awaited now was begun."""
@@ -67,7 +69,7 @@ class Protocol(HttpToolsProtocol):
         super().connection_made(Gathered(transport, self._door.outbox))
         if self._local:
             self.client = ("127.0.0.1", 0)
-        if len(self.connections) > self._door.rules.max_connections:
+        if len(self.connections) > self._door.rules.max_connections + self._spare:
             message = "too many connections; try again"
             self._refuse("connections", ApiError(503, message, type=SERVER_ERROR, code="busy", retry_after_s=1))
 

@@ -25,6 +25,8 @@ GRACE_S: Final = 10.0
 """Seconds that running requests get to end by themselves when the gateway shuts down."""
 CLOSE_S: Final = 5.0
 BACKLOG: Final = 1_024
+SPARE: Final = 64
+"""Connections of the management plane beyond `gateway.max_connections`."""
 PROXIES: Final = ["127.0.0.1", "::1", "::ffff:127.0.0.1"]
 """Whose X-Forwarded-For counts: this machine's, however it is spelled. Else what a proxy passes on would look like this machine."""
 _TICKS: Final = round(SWEEP_S / 0.1)
@@ -87,8 +89,9 @@ class Server(uvicorn.Server):
             config = uvicorn.Config(app, lifespan="off", log_config=None, server_header=False, proxy_headers=False)
             config.load()
             protocol = partial(
-                self._protocol, config=config, server_state=self.server_state, app_state=self.lifespan.state
-            )
+                self._protocol, spare=SPARE,
+                config=config, server_state=self.server_state, app_state=self.lifespan.state,
+            )  # fmt: skip
             self.servers.append(await asyncio.get_running_loop().create_server(protocol, sock=listener))
 
     async def on_tick(self, counter: int) -> bool:
