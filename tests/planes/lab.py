@@ -49,7 +49,9 @@ class Lab:
         return call("ip", "-n", self.namespace(node), *words)
 
     def inside(self, node: str, *words: str) -> list[str]:
-        return ["ip", "netns", "exec", self.namespace(node), *words]
+        """Return the command that runs another on a node, which has a host name of its own."""
+        named = ["unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', node]
+        return ["ip", "netns", "exec", self.namespace(node), *named, *words]
 
     def run(self, node: str, *words: str, limit_s: float = 60) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
@@ -145,8 +147,13 @@ def chat(lab_: Lab, prompt: str) -> str:
 
 def kv_bytes(lab_: Lab) -> float:
     """Bytes of all delivered transfers, as the gateway's metrics have them."""
+    return sum(metric(lab_, "regauge_transfer_bytes_sum").values())
+
+
+def metric(lab_: Lab, name: str) -> dict[str, float]:
+    """Values of a metric of the gateway, by their labels as they are written."""
     _, text = lab_.ask("admin", f"{METRICS}/metrics")
-    return sum(float(value) for value in re.findall(r"^regauge_transfer_bytes_sum\{.*\} (\S+)$", text, re.MULTILINE))
+    return {labels: float(value) for labels, value in re.findall(rf"^{name}(\{{.*\}}) (\S+)$", text, re.MULTILINE)}
 
 
 def crossed(lab_: Lab, prompts: Iterable[str]) -> tuple[float, dict[str, dict[str, int]]]:

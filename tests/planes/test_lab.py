@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from lab import GATEWAY, METRICS, Lab, chat, crossed, deploy, lab
+from lab import GATEWAY, METRICS, Lab, chat, crossed, deploy, kv_bytes, lab, metric
 
 MIB = 1 << 20
 PROMPTS = [f"{word} " * 250 for word in ("red", "green", "blue")]
@@ -32,6 +32,24 @@ def test_kv_crosses_the_compute_plane_and_nothing_else_does(served: Lab) -> None
     for planes in sent.values():
         assert planes["business"] < 0.05 * kv
         assert planes["management"] < 0.01 * kv
+
+
+def carried(served: Lab, plane: str) -> float:
+    """Bytes that the prefill hosts have sent on a plane, as the gateway's metrics have them."""
+    found = metric(served, "regauge_plane_bytes_total").items()
+    own = [n for labels, n in found if re.search(rf'direction="sent",host="p[01]",.*plane="{plane}"', labels)]
+    assert len(own) == {"compute": 4, "business": 2}[plane]
+    return sum(own)
+
+
+def test_metrics_tell_what_each_plane_has_carried(served: Lab) -> None:
+    kv = kv_bytes(served)
+    for _ in range(100):  # the gateway asks workers twice a second
+        if (compute := carried(served, "compute")) >= kv:
+            break
+    assert MIB < kv <= compute < 1.1 * kv
+    assert carried(served, "business") < 0.1 * kv
+    assert set(metric(served, "regauge_off_plane_bytes").values()) == {0.0}
 
 
 REFUSED = (0, "ConnectionRefusedError")
