@@ -385,6 +385,7 @@ class Metrics:
         """Record that a worker does not answer; its other gauges go to zero, since nobody knows them."""
         self.worker_state(name, role, running=0, waiting=0, free_pages=0, pages=0, quarantined_pages=0)
         self.worker_up.labels(name, role).set(0)
+        self.planes.gone(name)
 
     def exposition(self) -> tuple[bytes, str]:
         """Return the text for a scrape and its content type; of all processes that share a folder (`SHARED`), if there is one."""

@@ -23,6 +23,8 @@ class PlaneMetrics:
     off_plane: Gauge
     told: dict[tuple[str, str, str], Sample] = field(default_factory=dict)
     """Of each host, interface and direction, the counter as it was last told."""
+    tellers: dict[str, str] = field(default_factory=dict)
+    """Of each host, the worker that is listened to."""
 
     @classmethod
     def create(cls, registry: CollectorRegistry) -> PlaneMetrics:
@@ -50,8 +52,10 @@ class PlaneMetrics:
             ),
         )
 
-    def host(self, name: str, interfaces: Sequence[InterfaceBytes]) -> None:
-        """Take a host's counters; several workers of it tell the same."""
+    def host(self, name: str, worker: str, interfaces: Sequence[InterfaceBytes]) -> None:
+        """Take what a worker says of its host's counters. Of several on one host the first to say it is listened to: their answers overtake each other."""
+        if self.tellers.setdefault(name, worker) != worker:
+            return
         for each in interfaces:
             if each.bytes_per_s:
                 self.speed.labels(name, each.plane, each.interface).set(each.bytes_per_s)
@@ -61,3 +65,10 @@ class PlaneMetrics:
                 counter = self.nbytes.labels(name, each.plane, each.interface, direction)
                 if before is not None:
                     counter.inc(grown(before, after))
+
+    def gone(self, worker: str) -> None:
+        """A worker does not answer: another of its host is listened to from then on, and what came between is lost."""
+        for host in [host for host, teller in self.tellers.items() if teller == worker]:
+            del self.tellers[host]
+            for key in [key for key in self.told if key[0] == host]:
+                del self.told[key]

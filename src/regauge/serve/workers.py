@@ -140,7 +140,7 @@ class Worker:
             chunks=after.chunks - before.chunks,
         )
         if health.host and self._metrics.counts_workers:
-            self._metrics.planes.host(health.host, health.interfaces)
+            self._metrics.planes.host(health.host, self.client.name, health.interfaces)
             self._metrics.planes.off_plane.labels(self.client.name, self.client.role).set(health.off_plane_bytes)
         self._counted, self._pid = after, health.pid
 
