@@ -142,6 +142,10 @@ def test_a_pod_is_made_anew_when_its_configuration_changes() -> None:
         ({"decode": {"engine": "vllm", "command": ["x"]}}, "decode.image: name an image that has vllm and regauge"),
         ({"decode": {"command": ["x"]}}, "decode.command: is an engine's"),
         ({"planes": {"compute": [{"name": "c"}]}}, r"planes.compute\[0\] \(c\): give existing, or config"),
+        (
+            {"podMonitor": {"enabled": True}, "planes": {"management": {"name": "m", "existing": "a/b"}}},
+            "podMonitor.enabled: with planes.management metrics answer on that network alone",
+        ),
         ({"gateway": {"replicas": 2}}, "gateway.replicas: workers of the embedded engine register at one gateway"),
     ],
 )  # fmt: skip

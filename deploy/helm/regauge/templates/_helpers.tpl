@@ -67,6 +67,9 @@ app.kubernetes.io/component: {{ .role }}
 {{- range $i, $net := .Values.planes.compute -}}
 {{- if not (or $net.existing $net.config) -}}{{- fail (printf "planes.compute[%d] (%s): give existing, or config" $i $net.name) -}}{{- end -}}
 {{- end -}}
+{{- if and .Values.podMonitor.enabled .Values.planes.management -}}
+{{- fail "podMonitor.enabled: with planes.management metrics answer on that network alone, where a PodMonitor does not reach" -}}
+{{- end -}}
 {{- if and (gt (int .Values.gateway.replicas) 1) (or (eq .Values.prefill.engine "local") (eq .Values.decode.engine "local")) -}}
 {{- fail "gateway.replicas: workers of the embedded engine register at one gateway; use gateway.processes, or 1" -}}
 {{- end -}}
