@@ -75,6 +75,21 @@ def agent(seed: int, count: int, sessions: int = 3) -> list[Arrival]:
     return arrivals
 
 
+def mixed(seed: int, count: int = 8) -> list[Arrival]:
+    """The load of the calibration, which is none of the three: two clients, each waiting for its answer, prompts of any length, half of them new."""
+    rng = random.Random(f"mixed {seed}")  # noqa: S311
+    arrivals: list[Arrival] = []
+    for number in range(count):
+        shared = tuple(range(1, 1 + rng.randrange(1, 5))) if rng.random() < 0.5 else ()
+        blocks = (*shared, *(50_000 + 16 * number + i for i in range(rng.randrange(7))))
+        made = _arrival(0.4 * number, blocks, 1 + rng.randrange(BLOCK - 1), 3 + rng.randrange(14))
+        think = rng.uniform(0.0, 0.5)
+        arrivals.append(
+            made if number < 2 else Arrival(made.at, made.tokens, made.output, made.blocks, number - 2, think)
+        )
+    return arrivals
+
+
 LOADS: dict[str, tuple[Callable[[int, int], list[Arrival]], int]] = {
     "conversation": (conversation, 18),
     "code": (code, 20),

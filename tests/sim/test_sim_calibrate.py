@@ -14,6 +14,7 @@ from regauge.errors import ConfigError
 from regauge.sim.calibrate import (
     Batch,
     Beside,
+    Pace,
     Prompt,
     PromptTimes,
     StepTimes,
@@ -22,6 +23,7 @@ from regauge.sim.calibrate import (
     latency,
     prompt_times,
     step_times,
+    under_load,
 )
 from regauge.sim.curves import Measured
 
@@ -116,3 +118,38 @@ def test_latency_is_what_computing_leaves() -> None:
 def test_nonsense_is_refused(wrong: object, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         wrong()  # type: ignore[operator]
+
+
+def test_slowed_times_keep_their_shape() -> None:
+    assert TRUE.slowed(1.5)(900, 128) == pytest.approx(1.5 * TRUE(900, 128))
+    assert STEPS.slowed(0.5)(3, 700) == pytest.approx(0.5 * STEPS(3, 700))
+
+
+_FACTOR = st.floats(0.4, 3.0)
+
+
+@given(_FACTOR, _FACTOR, st.floats(0.1, 10.0), st.floats(0.7, 2.0))
+def test_the_pace_of_a_load_is_found_again(prompt: float, step: float, scale: float, power: float) -> None:
+    """Times grow faster than the factor where requests queue, and first tokens wait a little for steps."""
+
+    def load(pace: Pace) -> Pace:
+        return Pace(scale * pace.prompt**power * pace.step**0.1, 0.1 * pace.step * pace.prompt**0.1)
+
+    true = Pace(prompt, step)
+    found = under_load(load(true), load)
+    assert (found.prompt, found.step) == (pytest.approx(prompt, rel=0.03), pytest.approx(step, rel=0.03))
+
+
+def test_between_two_paces_is_their_geometric_mean() -> None:
+    assert Pace(1.0, 9.0).between(Pace(4.0, 1.0)) == Pace(2.0, 3.0)
+
+
+def test_a_load_that_does_not_follow_its_factors_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"misses the real one by 100%; is the machine busy\?"):
+        under_load(Pace(2.0, 1.0), lambda _: Pace())
+
+
+@pytest.mark.parametrize("wrong", [0.0, -1.0, math.nan, math.inf])
+def test_a_pace_that_is_none_is_refused(wrong: float) -> None:
+    with pytest.raises(ConfigError, match="give numbers above 0"):
+        Pace(1.0, wrong)

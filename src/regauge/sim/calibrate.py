@@ -6,15 +6,16 @@
 | a decode step | batches over contexts | a time for each batch, lines between them, plus a constant for each resident token |
 | both at once | prompts while others decode, and the other way round | a factor for each |
 | the rest of a first token's time | prompts alone, seen by the client | fixed, plus a constant for each token |
+| the pace under a load, just then | a load of its own, real and simulated | a factor for prompts, one for decode steps |
 
 A prompt is computed in chunks that are cut at the multiples of `chunk`, as the embedded engine and vLLM cut theirs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from math import inf, isfinite
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from math import inf, isfinite, sqrt
 from statistics import median
 
 import numpy as np
@@ -74,6 +75,11 @@ class PromptTimes:
         """Return the seconds of a prompt alone: `tokens` are computed after `cached` ones."""
         return sum(self.step([part]) for part in cuts(cached, cached + tokens, self.chunk))
 
+    def slowed(self, factor: float) -> PromptTimes:
+        """Return the same, each step so many times as long."""
+        points = tuple((tokens, factor * seconds) for tokens, seconds in self.curve.points)
+        return replace(self, curve=Measured(points), pair_s=factor * self.pair_s)
+
 
 def prompt_times(samples: Sequence[Prompt], chunk: int) -> PromptTimes:
     """Fit prompts that were alone. Of one chunk, none of it cached: at least two lengths, a whole chunk among them.
@@ -117,6 +123,11 @@ class StepTimes:
         if len(self.batches) == 1:
             return self.batches[0][1] + self.token_s * resident
         return Measured(self.batches)(batch) + self.token_s * resident
+
+    def slowed(self, factor: float) -> StepTimes:
+        """Return the same, each step so many times as long."""
+        batches = tuple((batch, factor * seconds) for batch, seconds in self.batches)
+        return replace(self, batches=batches, token_s=factor * self.token_s)
 
 
 def step_times(samples: Sequence[Batch]) -> StepTimes:
@@ -195,3 +206,50 @@ def latency(samples: Sequence[tuple[int, float, float]]) -> Latency:
     medians = [(n, median(s for m, s in rest if m == n)) for n in sorted({n for n, _ in rest})]
     curve = fit(medians, degree=min(1, len(medians) - 1)).curve
     return Latency(curve.fixed, curve.linear)
+
+
+CLOSE = 0.01
+"""By how much a simulated calibration load may miss the real one."""
+PASSES = 12
+DAMPED = 2 / 3
+"""Of each correction's logarithm: times grow with the factor, and faster where requests queue."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """Of prompts, and of decode steps: factors, or seconds of a load."""
+
+    prompt: float = 1.0
+    step: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not (0.0 < self.prompt < inf and 0.0 < self.step < inf):
+            raise ConfigError(f"pace: {self.prompt}, {self.step}: give numbers above 0")
+
+    def between(self, other: Pace) -> Pace:
+        """Return the geometric mean of two factors each."""
+        return Pace(sqrt(self.prompt * other.prompt), sqrt(self.step * other.step))
+
+
+def under_load(measured: Pace, simulated: Callable[[Pace], Pace]) -> Pace:
+    """Return how many times as long everything must take for a simulated load to take as long as the real one did.
+
+    `measured` has the load's mean seconds to the first token, and between tokens; `simulated` gets factors, and returns the same of the simulated
+    load. Each factor is corrected by what its seconds miss, until neither misses 1 %: who shares a step with whom changes in jumps, so the best of
+    twelve is taken where jumps are in the way. Raises ConfigError where that misses 5 %: the load was disturbed, or is too short.
+    """
+    factors, best, missed = Pace(), Pace(), inf
+    for _ in range(PASSES):
+        found = simulated(factors)
+        off = Pace(measured.prompt / found.prompt, measured.step / found.step)
+        wide = max(abs(off.prompt - 1.0), abs(off.step - 1.0))
+        if wide < missed:
+            best, missed = factors, wide
+        if missed < CLOSE:
+            break
+        factors = Pace(factors.prompt * off.prompt**DAMPED, factors.step * off.step**DAMPED)
+    if missed > 5 * CLOSE:
+        raise ConfigError(
+            f"under load: the nearest simulated load misses the real one by {missed:.0%}; is the machine busy?"
+        )
+    return best
