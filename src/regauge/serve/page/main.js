@@ -95,7 +95,7 @@ function links({ state }) {
     { title: "modes", get: ({ link }) => link.modes.join(" "), word: true },
     { title: "in flight", get: ({ link }) => whole(link.in_flight) },
     { title: "sent again", get: ({ link }) => ({ text: whole(link.resent), kind: link.resent ? "warn" : "" }) },
-    { title: "NIC measured", get: ({ worker }) => (nics.has(worker.name) ? `${bytes(nics.get(worker.name).bytes_per_s)}/s` : "-") },
+    { title: "NIC rate", get: ({ worker }) => (nics.has(worker.name) ? `${bytes(nics.get(worker.name).bytes_per_s)}/s` : "-") },
     { title: "waits for credit", get: ({ worker }) => (nics.has(worker.name) ? bytes(nics.get(worker.name).queued_bytes) : "-") },
   ], rows, "no link yet: the first request makes one");
 }
