@@ -8,7 +8,7 @@ SGLANG := .venv-sglang
 COMPILED := .venv-compiled
 ARGS ?=
 
-.PHONY: serve test test-chaos test-planes test-transports test-vllm test-sglang test-mixed test-postgres test-etcd test-simgrid test-hosts test-deploy test-redfish test-compiled bench bench-chaos bench-overload bench-vllm bench-sglang gpu check format clean
+.PHONY: serve test test-chaos test-planes test-transports test-vllm test-sglang test-mixed test-postgres test-etcd test-simgrid test-hosts test-deploy test-redfish test-browser test-compiled bench bench-chaos bench-overload bench-vllm bench-sglang gpu check format clean
 
 serve: $(READY)  ## a real small model, served across a prefill and a decode process
 	$(BIN)/regauge serve $(ARGS)
@@ -51,6 +51,9 @@ test-deploy: $(VENV)/.deploy  ## the Helm chart by Helm's own engine and Kuberne
 
 test-redfish: $(VENV)/.redfish  ## the doctor asks an emulated BMC: sushy and its emulator
 	$(BIN)/python -m pytest tests/real_redfish $(ARGS)
+
+test-browser: $(VENV)/.browser  ## the live page in a real Chromium over a real deployment: Debian's package, selenium, axe-core from npm; 2 minutes
+	$(BIN)/python -m pytest tests/real_browser $(ARGS)
 
 test-compiled: $(COMPILED)/.ready  ## the router and the simulator compiled by mypyc, in an environment of its own: the same tests
 	$(COMPILED)/bin/python -m pytest tests/route tests/sim $(ARGS)
@@ -121,6 +124,10 @@ $(VENV)/.deploy: $(READY) scripts/install-deploy
 
 $(VENV)/.postgres: $(READY) scripts/install-postgres
 	scripts/install-postgres $(BIN)/python
+	@touch $@
+
+$(VENV)/.browser: $(READY) scripts/install-browser
+	scripts/install-browser $(BIN)/python $(VENV)/axe
 	@touch $@
 
 $(VENV)/.redfish: $(READY) scripts/install-redfish

@@ -76,6 +76,8 @@ ROUTES: Final = (
     "/openapi.json",
     "/debug/transfers",
     "/debug/why/{id}",
+    "/dashboard",
+    "/dashboard/{file}",
     "/v1/usage",
     "/v1/usage/{id}",
     "/v1/responses",

@@ -295,7 +295,7 @@ def _route(path: str) -> str:
     for prefix in ("/v1/models/", "/v1/usage/", "/debug/why/"):
         if path.startswith(prefix):
             return f"{prefix}{{id}}"
-    return path
+    return "/dashboard/{file}" if path.startswith("/dashboard/") else path
 
 
 async def begin(send: Send, status: int, headers: Mapping[str, str]) -> None:

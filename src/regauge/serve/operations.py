@@ -21,6 +21,7 @@ from regauge.observe import Metrics
 from regauge.serve import openapi, wire
 from regauge.serve.answer import JSON, Envelope, House
 from regauge.serve.cards import Health, Ready, Routed, Verdict, Version, WorkerHealth
+from regauge.serve.dashboard import Dashboard
 from regauge.serve.debug import Overview, is_loopback
 from regauge.serve.openai import ApiError, bad
 from regauge.serve.relay import Service
@@ -61,6 +62,7 @@ class Operations:
             Route(openapi.PATH, self.document),
             Route(wire.DEBUG_PATH, self.debug),
             Route(f"{WHY_PATH}/{{id}}", self.why),
+            *Dashboard(_need_loopback).routes(),
         ]
 
     async def health(self, _: Request) -> Response:

@@ -1,0 +1,22 @@
+// Figures as people read them.
+
+export function bytes(count) {
+  if (count === null || count === undefined) return "-";
+  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
+  let at = 0;
+  while (count >= 1024 && at < units.length - 1) { count /= 1024; at += 1; }
+  return `${at ? count.toFixed(1) : Math.round(count)} ${units[at]}`;
+}
+
+export function seconds(value) {
+  if (value === null || value === undefined) return "-";
+  return value < 1 ? `${(value * 1000).toFixed(value < 0.1 ? 1 : 0)} ms` : `${value.toFixed(2)} s`;
+}
+
+export function share(value) {
+  return value === null || Number.isNaN(value) ? "-" : `${(100 * value).toFixed(1)} %`;
+}
+
+export function whole(value) {
+  return Number.isInteger(value) ? value.toLocaleString("en") : value.toFixed(2);
+}
