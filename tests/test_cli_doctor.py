@@ -42,6 +42,14 @@ def test_a_fault_is_told_with_what_mends_it(record: tuple[Record, Path], capsys:
     assert said.endswith("24 checks: 1 error\n")
 
 
+def test_what_a_host_says_steers_no_terminal(record: tuple[Record, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    record[0].files["/sys/class/infiniband/mlx5_0/ports/1/state"] = "1: DOWN\x1b[2J\r"
+    assert doctor(*record) == 1
+    said = capsys.readouterr().out
+    assert "port 1 is 1: DOWN?[2J?" in said
+    assert "\x1b" not in said
+
+
 def test_json_of_a_fault_and_of_a_plane_without_one(
     record: tuple[Record, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:

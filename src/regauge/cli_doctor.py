@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from regauge.cli_top import plain
 from regauge.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ def run(options: argparse.Namespace) -> int:
     recorder = hosts.Recorder(seen)
     expected = _expected(options, recorder)
     findings = doctor.examine(recorder, expected, options.plane)
-    findings += [*_peers(options, recorder, expected), *(_bmc(options) if options.bmc else ())]
+    findings += [*_peers(options, recorder, expected), *(_bmc(options, expected) if options.bmc else ())]
     found = doctor.sorted_findings(findings)
     if options.record:
         hosts.save(Path(options.record), recorder.record)
@@ -84,11 +85,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _expected(options: argparse.Namespace, host: Host) -> Expected:
-    from regauge.config import load
     from regauge.fabric import bill
     from regauge.fabric.expected import from_host, from_topology
 
-    config: ServeConfig | None = load(Path(options.config)) if options.config else None
+    config = _config(options)
     if options.topology is None:
         if options.host is not None:
             raise ConfigError("--host: names a server of a topology: give --topology too")
@@ -96,18 +96,22 @@ def _expected(options: argparse.Namespace, host: Host) -> Expected:
     return from_topology(bill.load(options.topology), options.host or socket.gethostname(), config)
 
 
-def _key(options: argparse.Namespace, expected: Expected | None = None) -> bytes | None:
+def _config(options: argparse.Namespace) -> ServeConfig | None:
+    from regauge.config import load
+
+    return load(Path(options.config)) if options.config else None
+
+
+def _key(options: argparse.Namespace, config: ServeConfig | None) -> bytes | None:
     from regauge.move.auth import load_key
 
-    config = expected.config if expected else None
     named = options.key or (config.transfer.key_file if config else "")
     return load_key(Path(named)) if named else None
 
 
 def _peers(options: argparse.Namespace, host: Host, expected: Expected) -> Iterator[Finding]:
-    from regauge.fabric.check_peers import judge
-    from regauge.fabric.host import number
-    from regauge.fabric.peers import MAX_SECONDS, measure, split
+    from regauge.fabric.check_peers import look
+    from regauge.fabric.peers import MAX_SECONDS, split
 
     if not 0 <= options.seconds <= MAX_SECONDS:
         raise ConfigError(f"--seconds {options.seconds:g}: give 0 to {MAX_SECONDS:g}")
@@ -116,45 +120,29 @@ def _peers(options: argparse.Namespace, host: Host, expected: Expected) -> Itera
     planes = options.plane or expected.planes
     everybody = [each.address for each in expected.peers if each.plane in planes]
     named = [one for each in options.peer for one in (everybody if each == "all" else [each])]
-    key = _key(options, expected) if named else None
+    key = _key(options, expected.config) if named else None
     for address, port in map(split, named):
-        peer = next((each for each in expected.peers if each.address == address), None)
-        ports = [each for each in expected.ports if peer and each.plane == peer.plane and each.rail == peer.rail]
-        mtu = number(host.read(f"/sys/class/net/{ports[0].interface}/mtu")) if ports else None
-        source = str(ports[0].address) if ports and mtu else ""
-        seen = measure(
-            address,
-            port,
-            key,
-            max(mtu or 1_500, ports[0].mtu or 0 if ports else 0),
-            source=source,
-            seconds=options.seconds,
-        )
-        yield from judge(seen, expected, mtu or 1_500)
+        yield from look(host, expected, address, port, key, options.seconds)
 
 
-def _bmc(options: argparse.Namespace) -> list[Finding]:
-    from regauge.fabric import bill
+def _bmc(options: argparse.Namespace, expected: Expected) -> Iterator[Finding]:
     from regauge.fabric.bmc import load_access
 
-    server = bill.load(options.topology).server(options.host or socket.gethostname()) if options.topology else None
-    if server is None or server.bmc is None:
+    if not expected.bmc:
         raise ConfigError("--bmc: needs --topology with a server that has one")
     try:
         from regauge.fabric.redfish import check
     except ModuleNotFoundError as error:
         raise ConfigError(f"--bmc: needs sushy ({error}): pip install 'regauge[redfish]'") from error
-    return list(check(server.bmc.url, load_access(Path(options.bmc))))
+    yield from check(expected.bmc, load_access(Path(options.bmc)))
 
 
 def _listen(options: argparse.Namespace) -> int:
     from contextlib import ExitStack
 
-    from regauge.config import load
-    from regauge.fabric.expected import Expected
     from regauge.fabric.peers import Listener, split
 
-    key = _key(options, Expected("", config=load(Path(options.config)) if options.config else None))
+    key = _key(options, _config(options))
     if key is None:
         raise ConfigError("--listen: needs --key FILE, the transfer key: whoever measures must have it")
     with ExitStack() as stack:
@@ -194,9 +182,9 @@ def shown(findings: Sequence[Finding], checks: int, *, colour: bool) -> str:
         for each in own:
             label = f"\x1b[{_COLOURS[each.severity]}m{each.severity}\x1b[0m" if colour else each.severity
             lines += [
-                f"  {label}  {each.check}  {each.where}: {each.what}",
-                f"      why   {each.why}",
-                f"      mend  {each.mend}",
+                f"  {label}  {each.check}  {plain(f'{each.where}: {each.what}')}",
+                f"      why   {plain(each.why)}",
+                f"      mend  {plain(each.mend)}",
                 "",
             ]
     left = [each for each in findings if each.severity != "unknown"]

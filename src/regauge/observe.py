@@ -19,7 +19,7 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from regauge.logs import WORKER as WORKER  # noqa: PLC0414  # re-exported, as are the next two
 from regauge.logs import get_logger as get_logger  # noqa: PLC0414
 from regauge.logs import setup_logging as setup_logging  # noqa: PLC0414
-from regauge.observe_planes import PlaneMetrics
+from regauge.observe_planes import LATEST, PlaneMetrics
 from regauge.observe_route import RouteMetrics
 
 # Log fields. `event` is the sentence; a request's fields are the same in every process that it passes.
@@ -58,7 +58,6 @@ REASONS: Final = (
 SHARED: Final = "PROMETHEUS_MULTIPROC_DIR"
 """Environment variable of prometheus_client: a folder where every process keeps its metrics, mapped, so that those of a process that died still
 count. Gauges are of processes that live: requests in the house are summed, and of a worker the latest word holds."""
-LATEST: Final = "livemostrecent"
 CLIENT_FAULTS: Final = ("malformed", "head", "header", "body", "write", "connections")
 """No HTTP; too large a head; headers or a body that came too slowly; an answer that was not read; too many connections."""
 ROUTES: Final = (

@@ -302,3 +302,12 @@ def test_a_host_that_says_nothing_breaks_no_check(check: str) -> None:
     record = Record(commands={"ip -j address show": "[]"})
     findings: list[Any] = list(CHECKS[check](Recorded(record), expected()))
     assert all(isinstance(each, Finding) for each in findings)
+
+
+@pytest.mark.parametrize(
+    "said", ['[{"ifname": "cmp0", "addr_info": [{"family": "inet"}, 7]}, {}]', '[{"addr_info": {}}]', "[null]"]
+)
+def test_rubbish_from_ip_breaks_no_check(said: str) -> None:
+    record = green()
+    record.commands["ip -j address show"] = said
+    assert {each.check for each in look(record)} == {"address"}

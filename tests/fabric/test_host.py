@@ -86,3 +86,11 @@ def test_numbers_and_json_of_tools() -> None:
 def test_recorded_is_what_tests_are_made_of() -> None:
     host = Recorded(Record(files={"/a": "1"}, commands={"ip -j route": "[]"}))
     assert (host.read("/a"), host.run("ip", "-j", "route"), host.names("/")) == ("1", "[]", None)
+
+
+def test_a_recorder_asks_each_thing_once(tree: Path) -> None:
+    recorder = Recorder(Live(tree))
+    mtu = "/sys/class/net/cmp0/mtu"
+    assert recorder.read(mtu) == "9000"
+    (tree / mtu.lstrip("/")).write_text("1500")
+    assert recorder.read(mtu) == "9000", "one look at the host, whoever asks"

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
+from needed import AXE
 from selenium import webdriver
 from selenium.webdriver.chrome.options import Options
 from selenium.webdriver.chrome.service import Service
-
-SCALE = 1
 
 
 @contextlib.contextmanager
@@ -40,10 +38,10 @@ def complaints(driver: webdriver.Chrome) -> list[str]:
     return [each["message"] for each in driver.get_log("browser") if each["level"] in ("SEVERE", "WARNING")]
 
 
-def axe(driver: webdriver.Chrome, script: Path) -> list[tuple[str, str, list[Any]]]:
+def axe(driver: webdriver.Chrome) -> list[tuple[str, str, list[Any]]]:
     """Serious and critical findings of axe-core."""
     driver.execute_cdp_cmd("Page.setBypassCSP", {"enabled": True})  # for the checker's own code
-    driver.execute_script(script.read_text())
+    driver.execute_script(AXE.read_text())
     found = driver.execute_async_script(
         "const done = arguments[0]; axe.run().then(done, (error) => done({error: String(error)}));"
     )

@@ -11,7 +11,7 @@ import msgspec
 
 from regauge import keys
 from regauge.errors import ConfigError
-from regauge.fabric.finding import Finding, Severity, told
+from regauge.fabric.finding import Finding, Severity
 
 WHY: Final = "without it nobody restarts the server, or sees why it is down"
 _WELL: Final = "ok"
@@ -40,7 +40,7 @@ def load_access(path: Path) -> Access:
 def judge(url: str, systems: list[dict[str, Any]], managers: list[dict[str, Any]]) -> Iterator[Finding]:
     """Yield what is wrong with a BMC that answered with these systems and managers."""
     if not systems:
-        yield told(
+        yield Finding(
             "bmc", "management", url, "knows no system", WHY, "restart it: ipmitool mc reset cold, on the server"
         )
     yield from (finding for body in systems for finding in _system(url, body))
@@ -51,9 +51,9 @@ def judge(url: str, systems: list[dict[str, Any]], managers: list[dict[str, Any]
 def _system(url: str, body: dict[str, Any]) -> Iterator[Finding]:
     name, power = f"system {body.get('Name') or body.get('Id', '')}", str(body.get("PowerState") or "")
     if not power:
-        yield told("bmc", "management", url, f"{name}: does not tell whether it is on", "it may be off", f"ipmitool -H {url} chassis status", "unknown")  # fmt: skip
+        yield Finding("bmc", "management", url, f"{name}: does not tell whether it is on", "it may be off", f"ipmitool -H {url} chassis status", "unknown")  # fmt: skip
     elif power.lower() != "on":
-        yield told("bmc", "management", url, f"{name}: is {power.lower()}", "it serves nothing", "turn it on: ipmitool -I lanplus -H BMC -U USER chassis power on")  # fmt: skip
+        yield Finding("bmc", "management", url, f"{name}: is {power.lower()}", "it serves nothing", "turn it on: ipmitool -I lanplus -H BMC -U USER chassis power on")  # fmt: skip
     yield from _health(url, name, body)
 
 
@@ -61,7 +61,7 @@ def _health(url: str, name: str, body: dict[str, Any]) -> Iterator[Finding]:
     status = body.get("Status") or {}
     health = str(status.get("HealthRollup") or status.get("Health") or "")
     if not health:
-        yield told("bmc", "management", url, f"{name}: does not tell its health", "a failing fan, supply or memory is not seen", "read its log: ipmitool sel list", "unknown")  # fmt: skip
+        yield Finding("bmc", "management", url, f"{name}: does not tell its health", "a failing fan, supply or memory is not seen", "read its log: ipmitool sel list", "unknown")  # fmt: skip
     elif health.lower() != _WELL:
         kind: Severity = "error" if health.lower() == "critical" else "warning"
-        yield told("bmc", "management", url, f"{name}: health is {health}", "a fan, supply, memory or card is failing", "ipmitool sel list; ipmitool sdr", kind)  # fmt: skip
+        yield Finding("bmc", "management", url, f"{name}: health is {health}", "a fan, supply, memory or card is failing", "ipmitool sel list; ipmitool sdr", kind)  # fmt: skip

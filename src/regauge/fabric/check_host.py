@@ -20,7 +20,7 @@ def memlock(host: Host, expected: Expected) -> Iterator[Finding]:
     found = re.search(r"^Max locked memory\s+(\S+)", host.read("/proc/self/limits") or "", re.MULTILINE)
     if found is not None and found[1] != "unlimited":
         yield Finding(
-            "memlock", "error", "host", "RLIMIT_MEMLOCK", f"{int(found[1]) >> 10} KiB may be locked, and RDMA pins the whole pool", "Registering the pool fails.",
+            "memlock", "host", "RLIMIT_MEMLOCK", f"{int(found[1]) >> 10} KiB may be locked, and RDMA pins the whole pool", "Registering the pool fails.",
             "LimitMEMLOCK=infinity in the unit; `* - memlock unlimited` in /etc/security/limits.conf",
         )  # fmt: skip
 
@@ -31,8 +31,8 @@ def hugepages(host: Host, expected: Expected) -> Iterator[Finding]:
     total = re.search(r"^HugePages_Total:\s+(\d+)", host.read("/proc/meminfo") or "", re.MULTILINE)
     if expected.rdma and found is not None and "[never]" in found and (total is None or total[1] == "0"):
         yield Finding(
-            "hugepages", "warning", "host", "/sys/kernel/mm/transparent_hugepage/enabled", "there are no large pages",
-            "Registering 100 GB of pages of 4 KiB takes minutes.", "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled",
+            "hugepages", "host", "/sys/kernel/mm/transparent_hugepage/enabled", "there are no large pages",
+            "Registering 100 GB of pages of 4 KiB takes minutes.", "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled", "warning",
         )  # fmt: skip
 
 
@@ -52,31 +52,31 @@ def clock(host: Host, expected: Expected) -> Iterator[Finding]:  # noqa: ARG001 
         yield _clock("the clock follows no time server", "timedatectl set-ntp true")
     elif said is None:
         yield Finding(
-            "clock", "unknown", "host", "clock", "neither chronyc nor timedatectl says whether the clock is right", "It was not looked at.", "apt-get install chrony",
+            "clock", "host", "clock", "neither chronyc nor timedatectl says whether the clock is right", "It was not looked at.", "apt-get install chrony", "unknown",
         )  # fmt: skip
 
 
 def _clock(what: str, mend: str) -> Finding:
     why = "Workers that are 60 s off cannot register, receipts get wrong times, and time lines of several hosts do not fit together."
-    return Finding("clock", "error", "host", "clock", what, why, mend)
+    return Finding("clock", "host", "clock", what, why, mend)
 
 
 def firewall(host: Host, expected: Expected) -> Iterator[Finding]:
     """The rules that keep the transports' ports on the compute plane are loaded."""
-    if not expected.firewall:
+    if expected.guessed:
         return
     said = decoded(host.run("nft", "-j", "list", "tables"))
     if not isinstance(said, dict) or not isinstance(said.get("nftables"), list):
         yield Finding(
-            "firewall", "unknown", "compute", "nftables", "nft does not say which rules there are", "It was not looked at.", "as root; apt-get install nftables",
+            "firewall", "compute", "nftables", "nft does not say which rules there are", "It was not looked at.", "as root; apt-get install nftables", "unknown",
         )  # fmt: skip
     elif not any(
         isinstance(each, dict) and isinstance(t := each.get("table"), dict) and t.get("name") == "regauge"
         for each in said["nftables"]
     ):
         yield Finding(
-            "firewall", "warning", "compute", "nftables", "there is no table regauge", "The transports' ports can be reached from every plane.",
-            f"nft -f hosts/{expected.name}/nftables/regauge.nft, as `regauge topology render` writes it",
+            "firewall", "compute", "nftables", "there is no table regauge", "The transports' ports can be reached from every plane.",
+            f"nft -f hosts/{expected.name}/nftables/regauge.nft, as `regauge topology render` writes it", "warning",
         )  # fmt: skip
 
 
@@ -99,9 +99,9 @@ def idle(host: Host, expected: Expected) -> Iterator[Finding]:  # noqa: ARG001
     if left and (len(left) < len(ports) or transfer.transport == "tcp"):
         names = ", ".join(each.interface for each in left)
         yield Finding(
-            "idle", "warning", "compute", setting, f"{len(left)} of {len(ports)} compute NICs are not used: {names}",
+            "idle", "compute", setting, f"{len(left)} of {len(ports)} compute NICs are not used: {names}",
             "As much of the network stands idle; engines have run with half of their NICs for it (kvcache-ai/Mooncake#429, vllm-project/vllm#43799).",
-            f"list all of them in {setting}",
+            f"list all of them in {setting}", "warning",
         )  # fmt: skip
 
 
@@ -118,13 +118,13 @@ def devices(host: Host, expected: Expected) -> Iterator[Finding]:  # noqa: ARG00
     setting = f"transfer.{transfer.transport}.devices"
     if not given and (transfer.transport == "nixl" or transfer.mooncake.protocol == "rdma"):
         yield Finding(
-            "devices", "error", "compute", setting, "no device is named", "The library takes every interface that it finds: of NIXL's bytes half took another plane by default.",
+            "devices", "compute", setting, "no device is named", "The library takes every interface that it finds: of NIXL's bytes half took another plane by default.",
             f"{setting} = {_listed(expected)}",
         )  # fmt: skip
     for each in given:
         if own and each.partition(":")[0] not in own:
             yield Finding(
-                "devices", "error", "compute", setting, f"{each!r} is not of the compute plane", "KV takes another plane.", f"{setting} = {_listed(expected)}",
+                "devices", "compute", setting, f"{each!r} is not of the compute plane", "KV takes another plane.", f"{setting} = {_listed(expected)}",
             )  # fmt: skip
 
 
@@ -143,8 +143,8 @@ def line_rate(host: Host, expected: Expected) -> Iterator[Finding]:
         found = number(host.read(f"/sys/class/net/{port.interface}/speed"))
         if found is not None and 0 < found * 125_000 < 0.99 * told:
             yield Finding(
-                "line-rate", "warning", "compute", "transfer.flow.nic_bytes_per_s", f"{told:.3g} bytes/s, and {port.interface} gives {found * 125_000:.3g}",
+                "line-rate", "compute", "transfer.flow.nic_bytes_per_s", f"{told:.3g} bytes/s, and {port.interface} gives {found * 125_000:.3g}",
                 "Predictions and loads are of a NIC that is not there; elsewhere speeds above the line rate were shown for it (sgl-project/sglang#31877).",
-                f"transfer.flow.nic_bytes_per_s = {found * 125_000:.3g}",
+                f"transfer.flow.nic_bytes_per_s = {found * 125_000:.3g}", "warning",
             )  # fmt: skip
             return

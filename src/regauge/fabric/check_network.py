@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Iterator
+from ipaddress import IPv4Address
 from itertools import combinations
 
 from regauge.fabric.expected import Expected, Peer, Port, addresses, present
@@ -20,17 +20,18 @@ def address(host: Host, expected: Expected) -> Iterator[Finding]:
     for plane, given in ({} if config is None else config.planes.declared()).items():
         if not expected.on(plane):
             yield Finding(
-                "address", "error", plane, f"planes.{plane}", f"this host has nothing that {given!r} means", "regauge does not start.",
+                "address", plane, f"planes.{plane}", f"this host has nothing that {given!r} means", "regauge does not start.",
                 f"ip address add ADDRESS/BITS dev INTERFACE, or mend planes.{plane}",
             )  # fmt: skip
     own = addresses(host)
     for port in expected.ports:
         wanted, bits = str(port.address), port.network.prefixlen
-        if wanted in own.get(port.interface, ()):
+        where = [each.interface for each in own if each.address == port.address]
+        if port.interface in where:
             continue
-        elsewhere = next((name for name, all_ in own.items() if wanted in all_), "")
+        elsewhere = next(iter(where), "")
         what, mend = f"{port.interface} does not have {wanted}", f"ip address add {wanted}/{bits} dev {port.interface}"
-        if port.interface not in own:
+        if not present(host, [port]):
             what, mend = (
                 f"there is no interface {port.interface}",
                 "udevadm control --reload; udevadm trigger -c add -s net",
@@ -39,7 +40,7 @@ def address(host: Host, expected: Expected) -> Iterator[Finding]:
             what += f", {elsewhere} does"
             mend = f"ip address del {wanted}/{bits} dev {elsewhere}; {mend}"
         yield Finding(
-            "address", "error", port.plane, port.interface, what, "Peers send to this address, and by this port.", mend
+            "address", port.plane, port.interface, what, "Peers send to this address, and by this port.", mend
         )
 
 
@@ -48,24 +49,25 @@ def overlap(host: Host, expected: Expected) -> Iterator[Finding]:
     for (one, first), (other, second) in combinations(expected.planes.items(), 2):
         if first.overlaps(second):
             yield Finding(
-                "overlap", "error", one, str(first), f"{one} and {other} ({second}) share addresses",
+                "overlap", one, str(first), f"{one} and {other} ({second}) share addresses",
                 "A route decides between them, so that KV may take the slow plane.", f"give {other} another network, and render the hosts' files anew",
             )  # fmt: skip
-    for interface, own in addresses(host).items():
-        planes = {each: plane for each in own if (plane := _plane(each, expected))}
+    own = addresses(host)
+    for interface in dict.fromkeys(each.interface for each in own):
+        here = [each.address for each in own if each.interface == interface]
+        planes = {each: plane for each in here if (plane := _plane(each, expected))}
         if len(set(planes.values())) < 2:
             continue
         alien = [each for each, plane in planes.items() if plane != _owner(interface, expected)]
         yield Finding(
-            "overlap", "error", _owner(interface, expected) or planes[own[0]], interface,
+            "overlap", _owner(interface, expected) or min(planes.values()), interface,
             "it has addresses of several planes: " + ", ".join(f"{each} ({plane})" for each, plane in planes.items()),
             "What one plane carries waits for the other, and KV leaves where clients are.", f"ip address del {alien[-1]} dev {interface}",
         )  # fmt: skip
 
 
-def _plane(address_: str, expected: Expected) -> str:
-    found = ipaddress.ip_address(address_)
-    return next((plane for plane, network in expected.planes.items() if found in network), "")
+def _plane(address_: IPv4Address, expected: Expected) -> str:
+    return next((plane for plane, network in expected.planes.items() if address_ in network), "")
 
 
 def _owner(interface: str, expected: Expected) -> str:
@@ -79,11 +81,11 @@ def link(host: Host, expected: Expected) -> Iterator[Finding]:
         flags = number(host.read(f"/sys/class/net/{port.interface}/flags"))
         if flags is not None and not flags & 1:
             yield Finding(
-                "link", "error", port.plane, port.interface, "the interface is set down", "Nothing crosses it.", f"ip link set dev {port.interface} up",
+                "link", port.plane, port.interface, "the interface is set down", "Nothing crosses it.", f"ip link set dev {port.interface} up",
             )  # fmt: skip
         elif state not in ("up", "unknown") or host.read(f"/sys/class/net/{port.interface}/carrier") == "0":
             yield Finding(
-                "link", "error", port.plane, port.interface, f"the port has no partner (operstate {state})", "Nothing crosses it.",
+                "link", port.plane, port.interface, f"the port has no partner (operstate {state})", "Nothing crosses it.",
                 f"look at cable, transceiver and the switch's port: ethtool {port.interface}; ethtool -m {port.interface}",
             )  # fmt: skip
 
@@ -95,13 +97,13 @@ def speed(host: Host, expected: Expected) -> Iterator[Finding]:
         found = number(host.read(f"{base}/speed"))
         if port.speed is not None and found is not None and 0 < found * 10**6 < port.speed:
             yield Finding(
-                "speed", "error", port.plane, port.interface, f"it runs at {_bits(found * 10**6)}, and should at {_bits(port.speed)}",
+                "speed", port.plane, port.interface, f"it runs at {_bits(found * 10**6)}, and should at {_bits(port.speed)}",
                 "Every transfer over it takes as much longer.",
                 f"ethtool -s {port.interface} autoneg on; if it stays: ethtool -m {port.interface} (transceiver), and the switch's port",
             )  # fmt: skip
         if host.read(f"{base}/duplex") == "half":
             yield Finding(
-                "speed", "error", port.plane, port.interface, "half duplex", "Credit and acknowledgements wait for the data.", f"ethtool -s {port.interface} duplex full autoneg on",
+                "speed", port.plane, port.interface, "half duplex", "Credit and acknowledgements wait for the data.", f"ethtool -s {port.interface} duplex full autoneg on",
             )  # fmt: skip
 
 
@@ -115,7 +117,7 @@ def mtu(host: Host, expected: Expected) -> Iterator[Finding]:
         found = number(host.read(f"/sys/class/net/{port.interface}/mtu"))
         if port.mtu is not None and found is not None and found != port.mtu:
             yield Finding(
-                "mtu", "error", port.plane, port.interface, f"MTU {found}, and the plane has {port.mtu}",
+                "mtu", port.plane, port.interface, f"MTU {found}, and the plane has {port.mtu}",
                 "Larger packets of peers are dropped without a word: connections stand, and transfers hang." if found < port.mtu
                 else "Peers drop what it sends: connections stand, and transfers hang.",
                 f"ip link set dev {port.interface} mtu {port.mtu}",
@@ -124,30 +126,30 @@ def mtu(host: Host, expected: Expected) -> Iterator[Finding]:
 
 def route(host: Host, expected: Expected) -> Iterator[Finding]:
     """What goes to a peer leaves by the plane's port, and from its address; there is no default route on the compute plane."""
-    own = addresses(host)
+    own = {(each.interface, each.address) for each in addresses(host)}
     for port, peer in _pairs(expected):
-        if str(port.address) not in own.get(port.interface, ()) or not _is_up(host, port):
+        if (port.interface, port.address) not in own or not _is_up(host, port):
             continue  # which `address` and `link` tell
         found = rows(decoded(host.run("ip", "-j", "route", "get", peer.address, "from", str(port.address))))
         interface = str(found[0].get("dev", "")) if found else ""
         allowed = {each.interface for each in expected.on(port.plane)} if port.rail != peer.rail else {port.interface}
         if not found:
             yield Finding(
-                "route", "error", port.plane, port.interface, f"no route to {peer.name} ({peer.address})", "Nothing reaches it.",
+                "route", port.plane, port.interface, f"no route to {peer.name} ({peer.address})", "Nothing reaches it.",
                 f"ip route add {port.network} dev {port.interface} src {port.address}",
             )  # fmt: skip
         elif interface not in allowed:
             plane = _owner(interface, expected)
             taken = f"{interface} ({plane})" if plane else interface
             yield Finding(
-                "route", "error", port.plane, port.interface, f"what goes to {peer.name} ({peer.address}) leaves by {taken}",
+                "route", port.plane, port.interface, f"what goes to {peer.name} ({peer.address}) leaves by {taken}",
                 "KV takes a plane that is not its own: slow, and where clients are." if port.plane == "compute" and plane != "compute" else "Its own port stays idle.",
                 f"ip route replace {peer.address}/32 dev {port.interface}{_table(found[0])}",
             )  # fmt: skip
     for each in rows(decoded(host.run("ip", "-j", "route", "show", "default"))):
         if _owner(str(each.get("dev")), expected) == "compute":
             yield Finding(
-                "route", "error", "compute", str(each.get("dev")), "the default route leaves by the compute plane", "All that goes elsewhere competes with KV, or is lost there.",
+                "route", "compute", str(each.get("dev")), "the default route leaves by the compute plane", "All that goes elsewhere competes with KV, or is lost there.",
                 f"ip route del default dev {each.get('dev')}",
             )  # fmt: skip
 
@@ -193,7 +195,7 @@ def rails(host: Host, expected: Expected) -> Iterator[Finding]:
                 continue  # the way back from its address is its own, so that a strict look finds it
             if found is not None and found not in good:
                 yield Finding(
-                    "rails", "error", "compute", port.interface, f"net.ipv4.conf.{port.interface}.{name} is {found}", why,
+                    "rails", "compute", port.interface, f"net.ipv4.conf.{port.interface}.{name} is {found}", why,
                     f"sysctl -w net.ipv4.conf.{port.interface}.{name}={value} net.ipv4.conf.all.{name}={value}",
                 )  # fmt: skip
 

@@ -26,14 +26,14 @@ def device(host: Host, expected: Expected) -> Iterator[Finding]:
     for port in _rdma(expected):
         if port.rdma not in (host.names("/sys/class/infiniband") or []):
             yield Finding(
-                "rdma-device", "error", port.plane, port.rdma, f"there is no RDMA device {port.rdma}", "KV over RDMA cannot cross this rail.",
+                "rdma-device", port.plane, port.rdma, f"there is no RDMA device {port.rdma}", "KV over RDMA cannot cross this rail.",
                 "modprobe mlx5_ib (or the vendor's module); rdma link show",
             )  # fmt: skip
             continue
         own = _netdevs(host, port.rdma)
         if own and port.interface not in own:
             yield Finding(
-                "rdma-device", "error", port.plane, port.rdma, f"its port is {', '.join(own)}, not {port.interface}", "KV leaves by another port than the routes say: another rail, or another plane.",
+                "rdma-device", port.plane, port.rdma, f"its port is {', '.join(own)}, not {port.interface}", "KV leaves by another port than the routes say: another rail, or another plane.",
                 f"mend rdma = of {port.interface} in the bill of materials: rdma link show",
             )  # fmt: skip
 
@@ -44,7 +44,7 @@ def port_state(host: Host, expected: Expected) -> Iterator[Finding]:
         state = host.read(f"/sys/class/infiniband/{port.rdma}/ports/1/state")
         if state is not None and "ACTIVE" not in state:
             yield Finding(
-                "rdma-port", "error", port.plane, port.rdma, f"port 1 is {state}", "Queue pairs on it fail.", f"ip link set dev {port.interface} up; rdma link show {port.rdma}/1",
+                "rdma-port", port.plane, port.rdma, f"port 1 is {state}", "Queue pairs on it fail.", f"ip link set dev {port.interface} up; rdma link show {port.rdma}/1",
             )  # fmt: skip
 
 
@@ -65,7 +65,7 @@ def gid(host: Host, expected: Expected) -> Iterator[Finding]:
             else f"set roce.gid_index = {right} in the bill of materials, and MC_GID_INDEX and UCX_IB_GID_INDEX to {right}"
         )  # fmt: skip
         yield Finding(
-            "gid", "error", port.plane, port.rdma, found,
+            "gid", port.plane, port.rdma, found,
             "Connections fail, or go by RoCE v1 or another network; engines have answered wrongly for it (sgl-project/sglang#30737).", mend,
         )  # fmt: skip
 
@@ -100,7 +100,7 @@ def pfc(host: Host, expected: Expected) -> Iterator[Finding]:
             )
         elif found != {roce.priority}:
             yield Finding(
-                "pfc", "error", port.plane, port.interface, f"flow control holds for priorities {sorted(found) or 'none'}, and should for {roce.priority} alone",
+                "pfc", port.plane, port.interface, f"flow control holds for priorities {sorted(found) or 'none'}, and should for {roce.priority} alone",
                 "RDMA packets are dropped when a queue fills, and each drop stops a connection for milliseconds." if roce.priority not in found
                 else "What is not KV stops KV.",
                 f"dcb pfc set dev {port.interface} prio-pfc all:off {roce.priority}:on",
@@ -125,7 +125,7 @@ def trust(host: Host, expected: Expected) -> Iterator[Finding]:
             )
         elif [roce.dscp, roce.priority] not in (listed or []):
             yield Finding(
-                "trust", "error", port.plane, port.interface, f"DSCP {roce.dscp} does not mean priority {roce.priority}",
+                "trust", port.plane, port.interface, f"DSCP {roce.dscp} does not mean priority {roce.priority}",
                 "KV arrives in the queue that drops.", f"dcb app replace dev {port.interface} dscp-prio {roce.dscp}:{roce.priority} {roce.cnp_dscp}:{roce.cnp_priority}",
             )  # fmt: skip
 
@@ -143,7 +143,7 @@ def ecn(host: Host, expected: Expected) -> Iterator[Finding]:
                 yield _unknown("ecn", port, f"the driver does not say whether the NIC {what}", "the vendor's tool")
             elif found != "1":
                 yield Finding(
-                    "ecn", "error", port.plane, path, f"the NIC does not: it {what} only if this is 1",
+                    "ecn", port.plane, path, f"the NIC does not: it {what} only if this is 1",
                     "When twelve prefill servers send to one, pause frames spread over the fabric instead.", f"echo 1 > {path}",
                 )  # fmt: skip
 
@@ -163,7 +163,7 @@ def tclass(host: Host, expected: Expected) -> Iterator[Finding]:
             )
         elif given >> 2 != roce.dscp:
             yield Finding(
-                "traffic-class", "error", port.plane, port.rdma, f"RDMA packets leave with traffic class {given} (DSCP {given >> 2}), and should with {wanted} (DSCP {roce.dscp})",
+                "traffic-class", port.plane, port.rdma, f"RDMA packets leave with traffic class {given} (DSCP {given >> 2}), and should with {wanted} (DSCP {roce.dscp})",
                 "The switch puts them where packets are dropped.", mend,
             )  # fmt: skip
 
@@ -176,8 +176,8 @@ def pcie(host: Host, expected: Expected) -> Iterator[Finding]:
             now, most = host.read(f"{base}/current_link_{what}"), host.read(f"{base}/max_link_{what}")
             if now is not None and most is not None and 0 < _leading(now) < _leading(most):
                 yield Finding(
-                    "pcie", "warning", port.plane, port.interface, f"its PCIe link runs at {now}{unit} of {most}{unit}", "The slot, and not the network, bounds transfers.",
-                    f"seat the card anew, or look at the slot: lspci -vv -s {host.target(base) or port.pci}",
+                    "pcie", port.plane, port.interface, f"its PCIe link runs at {now}{unit} of {most}{unit}", "The slot, and not the network, bounds transfers.",
+                    f"seat the card anew, or look at the slot: lspci -vv -s {host.target(base) or port.pci}", "warning",
                 )  # fmt: skip
 
 
@@ -203,7 +203,7 @@ def numa(host: Host, expected: Expected) -> Iterator[Finding]:
         else:
             continue
         yield Finding(
-            "numa", "error", port.plane, port.interface, what,
+            "numa", port.plane, port.interface, what,
             "KV crosses the link between the sockets: slow, and engines have waited 300 s for it (sgl-project/sglang#39584).",
             f"put the card into a slot of node {port.numa if port.numa is not None else min(beside)}, or give its rail to an accelerator of node {found}: nvidia-smi topo -m, or the vendor's",
         )  # fmt: skip
@@ -218,7 +218,7 @@ def peer_memory(host: Host, expected: Expected) -> Iterator[Finding]:
         return
     module = next((own for driver, own in PEER_MEMORY.items() if driver in modules), "")
     yield Finding(
-        "peer-memory", "error", "compute", "/proc/modules",
+        "peer-memory", "compute", "/proc/modules",
         f"{module or 'no module for peer memory'} is {'not ' if module else ''}loaded, and the driver is not known to give dma-buf",
         "Registering the accelerator's memory fails, or each transfer goes by way of the host's.",
         f"modprobe {module}; echo {module} > /etc/modules-load.d/peermem.conf" if module else "install the accelerators' driver, with its module for peer memory",
@@ -246,4 +246,4 @@ def _netdevs(host: Host, device_: str) -> list[str]:
 
 
 def _unknown(check: str, port: Port, what: str, mend: str) -> Finding:
-    return Finding(check, "unknown", port.plane, port.interface, what, "It was not looked at.", mend)
+    return Finding(check, port.plane, port.interface, what, "It was not looked at.", mend, "unknown")

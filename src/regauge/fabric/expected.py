@@ -55,8 +55,8 @@ class Expected:
     """Whether it has accelerators at all."""
     roce: Roce | None = None
     transport: str = ""
-    firewall: bool = False
-    """Whether rules were rendered that keep KV's ports on the compute plane."""
+    bmc: str = ""
+    """URL of its board controller; empty: it has none."""
     config: ServeConfig | None = None
     guessed: bool = False
     """Made of what the host itself says: only contradictions can be found."""
@@ -85,7 +85,8 @@ def from_topology(topology: Topology, name: str, config: ServeConfig | None = No
     accelerators = {each.pci: each.numa for each in server.accelerators if each.pci}
     return Expected(
         name, _ports(topology, server), {plane: each.network for plane, each in topology.planes.items()}, _peers(others), accelerators,
-        accelerates=bool(server.accelerators), roce=topology.planes["compute"].roce, transport=topology.serving.transport, firewall=True, config=config,
+        accelerates=bool(server.accelerators), roce=topology.planes["compute"].roce, transport=topology.serving.transport,
+        bmc=server.bmc.url if server.bmc else "", config=config,
     )  # fmt: skip
 
 
@@ -104,8 +105,8 @@ def _peers(servers: list[Server]) -> tuple[Peer, ...]:
 
 
 def from_host(host: Host, config: ServeConfig | None) -> Expected:
-    """Return what a host says of itself, and a configuration of its planes. Raises ConfigError for a plane that is not an address, a network or an interface."""
-    found = _addresses(host)
+    """Return what a host says of itself, and a configuration of its planes; what a plane's name means nothing of is left to the check `address`."""
+    found = [Port("", each.interface, each.address, each.network) for each in addresses(host) if each.interface != "lo"]
     ports: list[Port] = []
     planes: dict[str, IPv4Network] = {}
     for plane, given in ({} if config is None else config.planes.declared()).items():
@@ -123,33 +124,33 @@ def _means(given: str, port: Port) -> bool:
         return False
 
 
-def _addresses(host: Host) -> list[Port]:
-    found = []
-    for link in rows(decoded(host.run("ip", "-j", "address", "show"))):
-        for each in rows(link.get("addr_info")):
-            if each.get("family") == "inet" and link.get("ifname") != "lo":
-                try:
-                    network = ipaddress.IPv4Interface(f"{each.get('local')}/{each.get('prefixlen')}")
-                except ValueError:
-                    continue
-                found.append(Port("", str(link.get("ifname")), network.ip, network.network))
-    return found
-
-
 def _device(host: Host, interface: str) -> str:
     names = host.names(f"/sys/class/net/{interface}/device/infiniband") or [""]
     return names[0]
 
 
-def addresses(host: Host) -> dict[str, list[str]]:
-    """Return the addresses of each interface, IPv4. Raises ConfigError where `ip` does not say."""
+@dataclass(frozen=True)
+class Own:
+    """One address of the host."""
+
+    interface: str
+    address: IPv4Address
+    network: IPv4Network
+
+
+def addresses(host: Host) -> list[Own]:
+    """Return the host's addresses, IPv4. Raises ConfigError where `ip` does not say."""
     said = decoded(host.run("ip", "-j", "address", "show"))
     if not isinstance(said, list):
         raise ConfigError("`ip -j address show` says nothing: the doctor needs iproute2: apt-get install iproute2")
-    found: dict[str, list[str]] = {}
+    found = []
     for link in rows(said):
-        own = [str(each.get("local")) for each in rows(link.get("addr_info")) if each.get("family") == "inet"]
-        found[str(link.get("ifname"))] = own
+        for each in rows(link.get("addr_info")):
+            try:
+                one = ipaddress.IPv4Interface(f"{each.get('local')}/{each.get('prefixlen')}")
+            except ValueError:  # IPv6
+                continue
+            found.append(Own(str(link.get("ifname")), one.ip, one.network))
     return found
 
 

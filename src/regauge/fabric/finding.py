@@ -15,7 +15,6 @@ class Finding(msgspec.Struct, frozen=True):
 
     check: str
     """Name of the check, as docs/doctor.md lists them."""
-    severity: Severity
     plane: str
     """`compute`, `business`, `management`; `host` for what belongs to none."""
     where: str
@@ -25,10 +24,4 @@ class Finding(msgspec.Struct, frozen=True):
     why: str
     mend: str
     """A command, as far as one does it."""
-
-
-def told(
-    check: str, plane: str, where: str, what: str, why: str, mend: str, severity: Severity = "error"
-) -> Finding:  # fmt: skip
-    """Return a finding that is an error unless it is said to be less."""
-    return Finding(check, severity, plane, where, what, why, mend)
+    severity: Severity = "error"

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import msgspec
 
@@ -112,7 +112,7 @@ class Recorded:
 
 
 class Recorder:
-    """Asks another host, and writes down what it answers."""
+    """Asks another host each thing once, and writes down what it answers."""
 
     def __init__(self, host: Host) -> None:
         self._host = host
@@ -120,23 +120,28 @@ class Recorder:
 
     def read(self, path: str) -> str | None:
         """See `Host`."""
-        self.record.files[path] = found = self._host.read(path)
-        return found
+        return _once(self.record.files, path, self._host.read)
 
     def names(self, path: str) -> list[str] | None:
         """See `Host`."""
-        self.record.folders[path] = found = self._host.names(path)
-        return found
+        return _once(self.record.folders, path, self._host.names)
 
     def target(self, path: str) -> str | None:
         """See `Host`."""
-        self.record.links[path] = found = self._host.target(path)
-        return found
+        return _once(self.record.links, path, self._host.target)
 
     def run(self, *words: str) -> str | None:
         """See `Host`."""
-        self.record.commands[" ".join(words)] = found = self._host.run(*words)
-        return found
+        return _once(self.record.commands, " ".join(words), lambda _: self._host.run(*words))
+
+
+T = TypeVar("T")
+
+
+def _once(known: dict[str, T], key: str, ask: Callable[[str], T]) -> T:
+    if key not in known:
+        known[key] = ask(key)
+    return known[key]
 
 
 def load(path: Path) -> Recorded:

@@ -17,7 +17,7 @@ from sushy import auth, connector, exceptions
 from urllib3.exceptions import HTTPError
 
 from regauge.fabric.bmc import WHY, Access, judge
-from regauge.fabric.finding import Finding, told
+from regauge.fabric.finding import Finding
 
 PATIENCE_S: Final = 5
 ALL_S: Final = 30.0
@@ -37,14 +37,14 @@ def check(url: str, access: Access) -> Iterator[Finding]:
         managers = [each.json for each in root.get_manager_collection().get_members()]
         found = list(judge(url, systems, managers))
     except exceptions.AccessError:
-        yield told("bmc", "management", url, "refuses user and password", WHY, "name a user of the BMC in the file of --bmc; ipmitool user list 1, on the server")  # fmt: skip
+        yield Finding("bmc", "management", url, "refuses user and password", WHY, "name a user of the BMC in the file of --bmc; ipmitool user list 1, on the server")  # fmt: skip
     except exceptions.ConnectionError as error:
         if "CERTIFICATE_VERIFY_FAILED" in str(error):
-            yield told("bmc", "management", url, "has a certificate that is signed by nobody known, or is another's", WHY, "name the PEM file of who signed it as authority in the file of --bmc")  # fmt: skip
+            yield Finding("bmc", "management", url, "has a certificate that is signed by nobody known, or is another's", WHY, "name the PEM file of who signed it as authority in the file of --bmc")  # fmt: skip
         else:
-            yield told("bmc", "management", url, f"does not answer by Redfish: {_plain(error)}", WHY, f"ping {host}; look at its cable and VLAN; ipmitool lan print 1, on the server")  # fmt: skip
+            yield Finding("bmc", "management", url, f"does not answer by Redfish: {_plain(error)}", WHY, f"ping {host}; look at its cable and VLAN; ipmitool lan print 1, on the server")  # fmt: skip
     except (exceptions.SushyError, ValueError, TypeError, AttributeError) as error:  # sushy meets what is no Redfish
-        yield told("bmc", "management", url, f"does not answer as Redfish says: {_plain(error)}", WHY, f"look whether it is the BMC's address, and Redfish on: curl -k {url}/redfish/v1/")  # fmt: skip
+        yield Finding("bmc", "management", url, f"does not answer as Redfish says: {_plain(error)}", WHY, f"look whether it is the BMC's address, and Redfish on: curl -k {url}/redfish/v1/")  # fmt: skip
     else:
         yield from found
 
