@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from regauge.astray import Carried
 from regauge.config import MooncakeConfig, NixlConfig, TransferConfig
-from regauge.move.astray import Carried
 from regauge.move.transports import uses_rdma
 from regauge.plane_meter import InterfaceBytes, carried, counts_rdma, read
 

@@ -1,4 +1,4 @@
-"""What the interfaces of this host's planes have carried, by the kernel's counters. Which bytes of KV they cannot have carried: `move/astray.py`.
+"""What the interfaces of this host's planes have carried, by the kernel's counters. Which bytes of KV they cannot have carried: `astray.py`.
 
 Counters are those of the network interface, and of the RDMA ports behind it, which it does not count: `port_xmit_data` and `port_rcv_data` are in
 units of four bytes (Documentation/ABI/stable/sysfs-class-infiniband).
@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from regauge.move.astray import Carried
+from regauge.astray import Carried
 
 WORD = 4
 """Bytes of a unit of an RDMA port's counters."""

@@ -12,10 +12,10 @@ import socket
 import time
 from collections.abc import Sequence
 
+from regauge.astray import Crossed, Watch
 from regauge.config import Role
 from regauge.engines.local.model import LocalModel
 from regauge.errors import PeerLost, RegaugeError
-from regauge.move.astray import Crossed, Watch
 from regauge.move.bound import Memory
 from regauge.move.rails import Rails
 from regauge.move.state import WorkerState, bounded, pool_states, session_states

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from regauge.move.astray import SETTLE_S, WINDOW_S, Carried, Crossed, Watch, missing
+from regauge.astray import SETTLE_S, WINDOW_S, Carried, Crossed, Watch, missing
 
 
 @dataclass
