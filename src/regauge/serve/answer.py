@@ -23,6 +23,7 @@ from regauge.errors import RegaugeError
 from regauge.observe import Metrics, get_logger
 from regauge.serve import anthropic
 from regauge.serve.deadlines import Deadlines
+from regauge.serve.failures import ClientGone as ClientGone  # noqa: PLC0414  # re-exported
 from regauge.serve.failures import api_error, too_many
 from regauge.serve.openai import SERVER_ERROR, ApiError
 from regauge.serve.relay import Job
@@ -40,10 +41,6 @@ _STREAM: Final = MappingProxyType(
     }
 )
 _SANE_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
-
-
-class ClientGone(RegaugeError):  # an event more than an error
-    """The client closed its connection."""
 
 
 class Guest(Protocol):

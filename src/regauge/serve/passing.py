@@ -34,6 +34,7 @@ from regauge.serve.protocol import GONE
 from regauge.serve.relay import ALONE, Service
 from regauge.serve.replies import failed as openai_failed
 from regauge.serve.tenants import Grant
+from regauge.serve.told import transferred
 from regauge.serve.workers import Worker
 
 BYTES_PER_TOKEN: Final = 4
@@ -113,6 +114,14 @@ class PassJob:
 
     async def run(self, deliver: Deliver) -> None:
         """Hand the answer's bytes over; what its head is `passage` knows. Raises what ended it."""
+        outcome = "failed"
+        try:
+            await self._run(deliver)
+            outcome = "complete"
+        finally:
+            self._service.metrics.ended("cancelled" if isinstance(self.failed, ClientGone) else outcome)
+
+    async def _run(self, deliver: Deliver) -> None:
         life, fleet = self._life, self._service.fleet
         step: Start | Resume | Stop = life.begin(fleet.now())
         if isinstance(step, Stop):
@@ -192,7 +201,7 @@ class PassJob:
                 seconds=time.monotonic() - self._arrived,
             )
         if event is not None:
-            metrics.transfer(path=event.path, mode=event.mode, wire_bytes=event.wire_bytes, seconds=event.seconds)
+            transferred(metrics, event)
 
     def _account(self, passage: Passage, route: Route, outcome: Outcome) -> None:
         """Leave the gateway's receipt; these engines make none."""

@@ -28,7 +28,7 @@ from regauge.serve import wire, words
 from regauge.serve.attempt import Attempt, Spawn, Task
 from regauge.serve.choice import Choice, ChoiceText
 from regauge.serve.connection import RequestTimeout, WorkerError, WorkerLost
-from regauge.serve.failures import blame, refused
+from regauge.serve.failures import ClientGone, blame, refused
 from regauge.serve.fleet import Fleet
 from regauge.serve.lives import settled
 from regauge.serve.metering import Meter
@@ -36,6 +36,7 @@ from regauge.serve.names import Names
 from regauge.serve.openai import ApiError
 from regauge.serve.replies import Delta, PromptDetails, Usage
 from regauge.serve.text import Tokenizer
+from regauge.serve.told import transferred
 
 ALONE: Final = "NONE"
 """Path of a prompt that decode computed itself."""
@@ -107,6 +108,8 @@ class Job:
         self._queue: asyncio.Queue[Delta | BaseException] = asyncio.Queue()
         self._tasks: set[asyncio.Task[None]] = set()
         self._complete = False
+        self.gone = False
+        """The client went away."""
 
     async def deltas(self) -> AsyncGenerator[list[Delta], None]:
         """Start the choices and yield their deltas, as many as there are at a time. Raises what ended a choice."""
@@ -145,6 +148,7 @@ class Job:
 
     def fail(self, error: RegaugeError) -> None:
         """End the job from outside: `deltas` raises the error."""
+        self.gone = isinstance(error, ClientGone)
         self._queue.put_nowait(error)
 
     async def close(self) -> None:
@@ -217,6 +221,13 @@ class _Run:
 
     async def run(self) -> None:
         """Try until the answer is complete. Raises what ended it."""
+        try:
+            await self._run()
+        finally:
+            outcome = "complete" if self._complete else "cancelled" if self._job.gone else "failed"
+            self._service.metrics.ended(outcome)
+
+    async def _run(self) -> None:
         step: Action | None = self._placed
         while isinstance(step, Start | Resume):
             attempt = self._attempt(step)
@@ -288,16 +299,17 @@ class _Run:
     def _prefilled(self, attempt: Attempt, reply: wire.Prefilled) -> None:
         self._cached(attempt)
         self._life.prefilled(self._now(), reply.cached_tokens, reply.computed_tokens)
-        self._service.metrics.transfer_exposed.observe(reply.transfer_seconds)
+        self._service.metrics.transfers.exposed.observe(reply.transfer_seconds)
+        self._service.metrics.queued("prefill", reply.queue_seconds)
 
     def _arrived(self, attempt: Attempt) -> None:
         event, tally = attempt.arrival, self._job.tally
         if event is not None:
             tally.mode = event.mode
             tally.wire_bytes += event.wire_bytes
-            self._service.metrics.transfer(
-                path=event.path, mode=event.mode, wire_bytes=event.wire_bytes, seconds=event.seconds
-            )
+            transferred(self._service.metrics, event)
+        if attempt.finish is not None:
+            self._service.metrics.queued("decode", attempt.finish.queue_seconds)
 
     async def _after(
         self, attempt: Attempt, error: WorkerLost | WorkerError | RequestTimeout | ProtocolError

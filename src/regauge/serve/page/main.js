@@ -34,7 +34,7 @@ function show(now) {
     part(`${id}-sum`).textContent = `P50 ${seconds(found[0])}, P90 ${seconds(found[1])}, P99 ${seconds(found[2])}`;
   }
   const before = looks.at(-2) ?? now;
-  const flows = PATHS.map((path) => rate(sum(before.series, "regauge_transfer_bytes_sum", { path }), sum(now.series, "regauge_transfer_bytes_sum", { path }), now.at - before.at));
+  const flows = PATHS.map((path) => flow(before.series, now.series, path));
   charts.flows.add(time, flows);
   part("flows-sum").textContent = PATHS.map((path, i) => `${path} ${flows[i] === null ? "-" : `${bytes(flows[i])}/s`}`).join(", ");
   workers(now);
@@ -100,11 +100,21 @@ function links({ state }) {
   ], rows, "no link yet: the first request makes one");
 }
 
+// Bytes and seconds of each worker are of the same answers of it: a transfer's bytes count as they land, not when it is over.
+function flow(before, now, path) {
+  const found = all(now, "regauge_kv_landed_bytes_total").filter(({ labels }) => labels.path === path).map(({ labels: { worker }, value }) => {
+    const seconds = (series) => sum(series, "regauge_worker_observed_seconds_total", { worker });
+    return rate(sum(before, "regauge_kv_landed_bytes_total", { worker, path }), value, seconds(now) - seconds(before));
+  }).filter((each) => each !== null);
+  return found.length ? found.reduce((total, each) => total + each, 0) : null;
+}
+
 function planes(now, before) {
   const key = ({ labels }) => `${labels.host} ${labels.interface} ${labels.direction}`;
   const was = new Map(all(before.series, "regauge_plane_bytes_total").map((each) => [key(each), each.value]));
   const speed = (labels) => sum(now.series, "regauge_plane_speed_bytes_per_second", { host: labels.host, interface: labels.interface });
-  const load = (each) => { const found = rate(was.get(key(each)), each.value, now.at - before.at); return found === null || !speed(each.labels) ? null : found / speed(each.labels); };
+  const watched = (look, { host, interface: name }) => sum(look.series, "regauge_plane_observed_seconds_total", { host, interface: name });
+  const load = (each) => { const found = rate(was.get(key(each)), each.value, watched(now, each.labels) - watched(before, each.labels)); return found === null || !speed(each.labels) ? null : found / speed(each.labels); };
   fill(part("planes"), "Interfaces of the planes", [
     { title: "plane", get: ({ labels }) => labels.plane, word: true },
     { title: "host", get: ({ labels }) => labels.host, word: true },
