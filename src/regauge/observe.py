@@ -77,6 +77,9 @@ ROUTES: Final = (
     "/version",
     "/openapi.json",
     "/debug/transfers",
+    "/debug/live",
+    "/debug/requests",
+    "/debug/trace/{id}",
     "/debug/why/{id}",
     "/dashboard",
     "/dashboard/{file}",
@@ -341,10 +344,14 @@ class Metrics:
         self.worker_up.labels(name, role).set(0)
         self.planes.gone(name)
 
+    def source(self) -> CollectorRegistry:
+        """Return where a scrape is read from: this process, or all that share a folder (`SHARED`), if there is one."""
+        if SHARED not in os.environ:
+            return self.registry
+        registry = CollectorRegistry()
+        MultiProcessCollector(registry)  # type: ignore[no-untyped-call]  # the library's
+        return registry
+
     def exposition(self) -> tuple[bytes, str]:
-        """Return the text for a scrape and its content type; of all processes that share a folder (`SHARED`), if there is one."""
-        registry = self.registry
-        if SHARED in os.environ:
-            registry = CollectorRegistry()
-            MultiProcessCollector(registry)  # type: ignore[no-untyped-call]  # the library's
-        return generate_latest(registry), CONTENT_TYPE_LATEST
+        """Return the text for a scrape and its content type."""
+        return generate_latest(self.source()), CONTENT_TYPE_LATEST

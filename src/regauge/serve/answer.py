@@ -168,6 +168,7 @@ class Answer:
 
     def _note(self, summary: dict[str, object]) -> None:
         tally, usage = self._job.tally, self._job.usage()
+        self._job.story.end(summary.get(observe.ERROR), tally.ttft_s, usage.prompt_tokens, usage.completion_tokens)
         summary |= {
             observe.PATH: tally.path,
             observe.MODE: tally.mode,
@@ -289,7 +290,7 @@ def rounded(seconds: float | None) -> float | None:
 
 
 def _route(path: str) -> str:
-    for prefix in ("/v1/models/", "/v1/usage/", "/debug/why/"):
+    for prefix in ("/v1/models/", "/v1/usage/", "/debug/why/", "/debug/trace/"):
         if path.startswith(prefix):
             return f"{prefix}{{id}}"
     return "/dashboard/{file}" if path.startswith("/dashboard/") else path

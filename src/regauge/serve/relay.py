@@ -34,6 +34,7 @@ from regauge.serve.lives import settled
 from regauge.serve.metering import Meter
 from regauge.serve.names import Names
 from regauge.serve.openai import ApiError
+from regauge.serve.recent import Recent, Story, Tried
 from regauge.serve.replies import Delta, PromptDetails, Usage
 from regauge.serve.text import Tokenizer
 from regauge.serve.told import transferred
@@ -58,6 +59,7 @@ class Service:
     """Most seconds of a request."""
     wait_s: float
     """Most seconds that a request which has lost its workers waits for others to come."""
+    recent: Recent = field(default_factory=Recent)
 
 
 @dataclass
@@ -98,7 +100,8 @@ class Job:
     ) -> None:
         """`salt`: whose prompts alone may share this one's prefix in caches; empty: everybody's without one."""
         self.choices = choices
-        self.tally = Tally(time.monotonic())
+        self.story = Story()
+        self.tally = Tally(self.story.arrived)
         self.tenant = tenant
         self.priority = priority
         self.salt = salt
@@ -206,6 +209,8 @@ class _Run:
         self._placed: Start | None = None
         self._token_at = 0.0
         """When the latest token came."""
+        self._tried: Tried
+        """What is kept of the latest attempt."""
 
     def place(self) -> None:
         """Find a place for the first attempt. Raises ApiError where there is none."""
@@ -255,6 +260,8 @@ class _Run:
             wire.MeterTag(self._job.tenant, route.prefill or "", route.decode, route.header, self._resumes)
             if self._service.meter is not None else None, self._job.salt,
         )  # fmt: skip
+        path = fleet.pairs.verdict(route.prefill, route.decode).path if route.prefill else ALONE
+        self._tried = self._job.story.attempt(step.request.id, route.prefill, route.decode, path)
         prefill = None if route.prefill is None else fleet.workers[route.prefill]
         return Attempt(
             task, prefill, fleet.workers[route.decode], self._job.deadline, self._job.headers, self._service.spawn
@@ -280,6 +287,7 @@ class _Run:
         elif attempt.delivered > 1:
             self._service.metrics.itl.observe(now - self._token_at)
         self._token_at = now
+        self._tried.token(now, attempt.arrival)
         if attempt.delivered == 1:
             self._cached(attempt)
         delta = text.push(event)
@@ -298,6 +306,7 @@ class _Run:
 
     def _prefilled(self, attempt: Attempt, reply: wire.Prefilled) -> None:
         self._cached(attempt)
+        self._tried.prefilled = time.monotonic(), reply
         self._life.prefilled(self._now(), reply.cached_tokens, reply.computed_tokens)
         self._service.metrics.transfers.exposed.observe(reply.transfer_seconds)
         self._service.metrics.queued("prefill", reply.queue_seconds)
@@ -317,6 +326,7 @@ class _Run:
         """Say what is next after a failed attempt. Raises the error where nothing is."""
         fleet, life, now = self._service.fleet, self._life, self._now()
         self._arrived(attempt)
+        self._tried.error = str(error)
         blamed = blame(error, attempt.prefill.client.name if attempt.prefill else None, attempt.decode.client.name)
         if blamed is None:
             life.finished(now, "failed")
@@ -378,6 +388,7 @@ class _Run:
 
     def _end(self, attempt: Attempt, outcome: Outcome) -> None:
         """Leave the attempt's receipts."""
+        self._tried.end(time.monotonic(), outcome, attempt.finish)
         if outcome == "cancelled" and not self._complete:
             self._life.finished(self._now(), "cancelled")
         meter, tag = self._service.meter, attempt.task.meter

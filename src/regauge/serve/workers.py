@@ -146,4 +146,5 @@ async def view(worker: Worker, limit: int) -> WorkerView:
         state = await worker.client.debug(limit, asyncio.get_running_loop().time() + DEBUG_S)
     except RegaugeError as error:
         reason = str(error)
-    return WorkerView(worker.client.name, worker.client.role, worker.up, worker.since, reason, state)
+    host = worker.health.host if worker.health is not None else ""
+    return WorkerView(worker.client.name, worker.client.role, worker.up, worker.since, reason, state, host)
