@@ -137,13 +137,13 @@ def _bmc(options: argparse.Namespace) -> list[Finding]:
     from regauge.fabric import bill
     from regauge.fabric.bmc import load_access
 
+    server = bill.load(options.topology).server(options.host or socket.gethostname()) if options.topology else None
+    if server is None or server.bmc is None:
+        raise ConfigError("--bmc: needs --topology with a server that has one")
     try:
         from regauge.fabric.redfish import check
     except ModuleNotFoundError as error:
         raise ConfigError(f"--bmc: needs sushy ({error}): pip install 'regauge[redfish]'") from error
-    server = bill.load(options.topology).server(options.host or socket.gethostname()) if options.topology else None
-    if server is None or server.bmc is None:
-        raise ConfigError("--bmc: needs --topology with a server that has one")
     return list(check(server.bmc.url, load_access(Path(options.bmc))))
 
 
