@@ -10,6 +10,7 @@ import pytest
 from serve_rig import Rig, open_rig
 from worker_rig import LONG, PLAIN, ask, decode, end, sampling, workers
 
+from regauge.astray import SETTLE_S, WINDOW_S
 from regauge.config_planes import PlanesConfig
 from regauge.move.plane import own
 from regauge.move.state import Totals
@@ -43,6 +44,26 @@ async def test_a_worker_tells_what_its_planes_have_carried_and_of_its_transfers(
         assert sum(msgspec.structs.astuple(transfer.stages)[2:]) == pytest.approx(transfer.seconds)
         waited = end(events).queue_seconds, said.queue_seconds
         assert all(each is not None and 0 <= each < 60 for each in waited)
+
+
+async def test_kv_to_another_host_that_the_compute_planes_interface_did_not_carry_is_told(tmp_path: Path) -> None:
+    """Of a pair whose link is taken for one between hosts, over an interface that stands still."""
+    counters = tmp_path / "sys/class/net/lo/statistics"
+    counters.mkdir(parents=True)
+    for name in ("rx_bytes", "tx_bytes"):
+        (counters / name).write_text("5\n")
+    async with workers(tmp_path, TWO, planes=PlanesConfig(compute="127.0.0.1")) as both:  # type: ignore[arg-type]
+        p, d = both["p"], both["d"]
+        await ask(p, d, "first", LONG[:8], sampling())
+        for link in (p.prefill.links._links["d"], d.decode.links._links["p"]):
+            link.far = True
+        assert [p.host_bytes(0.0, tmp_path)[1], d.host_bytes(0.0, tmp_path)[1]] == [0, 0]
+        events, _ = await ask(p, d, "r", LONG, sampling())
+        sent = next(event.wire_bytes for event in events if isinstance(event, wire.TransferEvent))
+        found = [[each.host_bytes(now, tmp_path)[1] for now in (WINDOW_S, WINDOW_S + SETTLE_S)] for each in (p, d)]
+        assert found == [[0, sent], [0, 0]], (
+            "a receiver knows of no bytes for certain that may have been on their way before"
+        )
 
 
 async def test_a_prompt_that_decode_computes_waits_for_its_turn_as_well(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import os
 import socket
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from regauge.astray import Crossed, Watch
 from regauge.config import Role
@@ -65,15 +66,15 @@ class LocalWorker:
             else:
                 return
 
-    def host_bytes(self) -> tuple[list[InterfaceBytes], int]:
+    def host_bytes(self, now: float, root: Path = Path("/")) -> tuple[list[InterfaceBytes], int]:
         """Return what the interfaces of this host's planes have carried, and the KV that compute's cannot have."""
-        found = read(self._planes)  # before what has crossed: see `astray.py`
+        found = read(self._planes, root)  # before what has crossed: see `astray.py`
         total = carried(found, "compute")
         if self._strays is None or total is None:
             return found, 0
         sends, takes = self.prefill.links, self.decode.links
         crossed = Crossed(sends.moved.far, sends.moved.flying, takes.moved.far, takes.flying())
-        self._strays.look(time.monotonic(), total, crossed)
+        self._strays.look(now, total, crossed)
         return found, self._strays.missing
 
     def take(self, roles: Sequence[Role]) -> wire.Health:
@@ -89,7 +90,7 @@ class LocalWorker:
         core, speed = self.core, self.core.engine.speed
         running, now = core.engine.running, time.monotonic()
         self._count()
-        carried_, off_plane = self.host_bytes()
+        carried_, off_plane = self.host_bytes(now)
         return wire.Health(
             status="draining" if core.draining or not core.roles else "ok", role=self.spec.role, name=self.spec.name,
             pid=os.getpid(), model=self.spec.model_name, free_pages=core.cache.available, pages=core.pool.pages,
