@@ -8,7 +8,7 @@ SGLANG := .venv-sglang
 COMPILED := .venv-compiled
 ARGS ?=
 
-.PHONY: serve test test-chaos test-planes test-transports test-vllm test-sglang test-mixed test-postgres test-etcd test-simgrid test-hosts test-deploy test-redfish test-browser test-compiled bench bench-chaos bench-overload bench-vllm bench-sglang gpu check format clean
+.PHONY: serve test test-chaos test-planes test-transports test-vllm test-sglang test-mixed test-postgres test-etcd test-simgrid test-hosts test-deploy test-redfish test-promtool test-browser test-compiled bench bench-chaos bench-overload bench-vllm bench-sglang gpu check format clean
 
 serve: $(READY)  ## a real small model, served across a prefill and a decode process
 	$(BIN)/regauge serve $(ARGS)
@@ -51,6 +51,10 @@ test-deploy: $(VENV)/.deploy  ## the Helm chart by Helm's own engine and Kuberne
 
 test-redfish: $(VENV)/.redfish  ## the doctor asks an emulated BMC: sushy and its emulator
 	$(BIN)/python -m pytest tests/real_redfish $(ARGS)
+
+test-promtool: $(READY)  ## alarms, a scrape and the Grafana dashboard by a real Prometheus over a real deployment: Debian's package; a minute
+	scripts/install-promtool $(VENV)/prometheus
+	$(BIN)/python -m pytest tests/real_promtool $(ARGS)
 
 test-browser: $(VENV)/.browser  ## the live page in a real Chromium over a real deployment: Debian's package, selenium, axe-core from npm; 2 minutes
 	$(BIN)/python -m pytest tests/real_browser $(ARGS)

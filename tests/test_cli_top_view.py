@@ -77,8 +77,10 @@ def test_a_transfer_has_a_row_for_each_leg_and_its_figures() -> None:
 
 
 def test_two_looks_give_rates_of_legs_and_of_the_worker() -> None:
-    before = overview(worker(transfer(leg(nbytes=0), leg("p1", nbytes=500)), clock_s=8.0, totals=Totals(4, 100)))
-    now = overview(worker(transfer(leg(nbytes=2 << 20), leg("p1", nbytes=500)), clock_s=10.0, totals=Totals(5, 100)))
+    still = leg("p1", nbytes=500)
+    was, then = Totals(landed={"DIRECT": 1 << 20}), Totals(landed={"DIRECT": 2 << 20, "REMAP": 1 << 20})
+    before = overview(worker(transfer(leg(nbytes=0), still), clock_s=8.0, totals=was))
+    now = overview(worker(transfer(leg(nbytes=2 << 20), still), clock_s=10.0, totals=then))
     text = drawn(now, before)
     assert "1.0 MiB/s" in text.splitlines()[2], "of the worker"
     assert row(text, " p0 ").count("1.0 MiB/s") == 1
@@ -91,9 +93,8 @@ def test_there_is_no_rate_against_another_process_or_the_same_moment(other: dict
     assert "B/s" not in drawn(overview(worker(transfer(leg()))), before)
 
 
-def test_bytes_of_a_transfer_that_failed_make_no_rate() -> None:
-    """They drop out of the total, which then says nothing of how fast bytes came."""
-    before = overview(worker(transfer(leg(nbytes=5 << 20)), clock_s=8.0))
+def test_a_count_that_went_back_makes_no_rate() -> None:
+    before = overview(worker(clock_s=8.0, totals=Totals(sent=5 << 20)))
     assert "decode-0 (decode)  -  0 delivered" in drawn(overview(worker()), before).splitlines()[2]
 
 

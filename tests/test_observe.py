@@ -49,10 +49,13 @@ def test_there_is_no_time_per_token_without_a_second_token(tokens: int, ttft: fl
 
 def test_a_transfer_is_recorded_in_one_call() -> None:
     metrics = Metrics.create("1")
-    metrics.transfer(path="CONVERT", mode="fused", wire_bytes=4096, seconds=0.01)
+    stages = {"grant_to_first_byte": 0.004, "first_byte_to_last": 0.006}
+    metrics.transfer(path="CONVERT", mode="fused", wire_bytes=4096, seconds=0.01, spans=30, stages=stages)
     labels = {"path": "CONVERT", "mode": "fused"}
     assert sample(metrics, "regauge_transfer_bytes_sum", **labels) == 4096
     assert sample(metrics, "regauge_transfer_seconds_sum", **labels) == 0.01
+    assert sample(metrics, "regauge_transfer_spans_sum", **labels) == 30
+    assert sample(metrics, "regauge_transfer_stage_seconds_sum", path="CONVERT", stage="first_byte_to_last") == 0.006
     assert sample(metrics, "regauge_transfer_bytes_bucket", le="4096.0", **labels) == 1
     assert sample(metrics, "regauge_transfer_bytes_bucket", le="1024.0", **labels) == 0
 
@@ -69,13 +72,22 @@ def test_what_a_client_sends_makes_no_new_series() -> None:
 def test_what_went_wrong_in_a_worker_adds_up_under_known_reasons() -> None:
     metrics = Metrics.create("1")
     for _ in range(2):
-        metrics.worker_trouble("d", "decode", failed={"lease": 2, "made up": 1}, resent_chunks=3, resumed_legs=4)
+        metrics.worker_counted("d", "decode", {"resent": 3, "resumed": 4, "grants": 1}, {"lease": 2, "made up": 1})
     labels = {"worker": "d", "role": "decode"}
     failures = [sample(metrics, "regauge_transfer_failures_total", reason=r, **labels) for r in ("lease", "other")]
     assert failures == [4, 2]
     assert sample(metrics, "regauge_transfer_resent_chunks_total", **labels) == 6
     assert sample(metrics, "regauge_transfer_resumed_legs_total", **labels) == 8
+    assert sample(metrics, "regauge_transfer_grants_total", **labels) == 2
     assert sample(metrics, "regauge_transfer_failures_total", reason="made up", **labels) is None
+
+
+def test_a_request_that_does_not_say_how_long_it_waited_is_not_counted() -> None:
+    metrics = Metrics.create("1")
+    metrics.queued("prefill", 0.25)
+    metrics.queued("prefill", None)
+    assert sample(metrics, "regauge_queue_seconds_count", role="prefill") == 1
+    assert sample(metrics, "regauge_queue_seconds_sum", role="prefill") == 0.25
 
 
 def test_a_lost_worker_has_no_figures() -> None:

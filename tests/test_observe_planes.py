@@ -1,5 +1,7 @@
 """What hosts tell of their interfaces, as the gateway counts it."""
 
+import itertools
+
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
@@ -12,8 +14,13 @@ def told(metrics: PlaneMetrics, direction: str = "received") -> float:
     return metrics.nbytes.labels("h", "compute", "cmp0", direction)._value.get()
 
 
-def say(metrics: PlaneMetrics, worker: str, received: int, sent: int = 0) -> None:
-    metrics.host("h", worker, [InterfaceBytes("compute", "cmp0", received, sent, 50e9)])
+CLOCK = itertools.count(1.0)
+
+
+def say(metrics: PlaneMetrics, worker: str, received: int, sent: int = 0, at: float | None = None) -> None:
+    metrics.host(
+        "h", worker, [InterfaceBytes("compute", "cmp0", received, sent, 50e9)], next(CLOCK) if at is None else at
+    )
 
 
 @given(st.lists(st.integers(0, 1 << 40), min_size=1, max_size=20))
@@ -53,3 +60,14 @@ def test_a_counter_that_begins_anew_counts_from_there() -> None:
         say(metrics, "d0", received)
     assert told(metrics) == 500 + 200
     assert metrics.speed.labels("h", "compute", "cmp0")._value.get() == 50e9
+
+
+@given(st.lists(st.floats(0, 60), max_size=20), st.integers(1, 10**11))
+def test_bytes_over_seconds_are_never_above_the_line(moments: list[float], line: int) -> None:
+    """An interface at line rate is not shown above it, in whichever order, and however late, its host's words come."""
+    metrics = PlaneMetrics.create(CollectorRegistry())
+    for at in moments:
+        say(metrics, "d0", int(at * line), at=at)
+    seconds = metrics.seconds.labels("h", "compute", "cmp0")._value.get()
+    assert told(metrics) <= line * seconds * (1 + 1e-9) + len(moments)  # each reading is rounded down to a byte
+    assert seconds <= max(moments, default=0.0)

@@ -1,12 +1,13 @@
-"""Counters of interfaces, and the bound of KV that took another way."""
+"""Counters of interfaces, and of the RDMA ports behind them."""
 
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from regauge.plane_meter import InterfaceBytes, OffPlane, carried, read
+from regauge.astray import Carried
+from regauge.config import MooncakeConfig, NixlConfig, TransferConfig
+from regauge.move.transports import uses_rdma
+from regauge.plane_meter import InterfaceBytes, carried, counts_rdma, read
 
 
 @pytest.fixture
@@ -31,37 +32,23 @@ def test_rdma_counts_in_words_and_beside_the_interface(root: Path) -> None:
         InterfaceBytes("compute", "cmp0", 100 + 4_000, 200 + 8_000, 50e9),
         InterfaceBytes("business", "biz0", 7, 8, 0.0),
     ]
-    assert carried(found, "compute") == (4_100, 8_200)
-    assert carried(found, "management") == (0, 0)
+    assert carried(found, "compute") == Carried(("cmp0",), sent=8_200, received=4_100)
+    assert carried(found, "management") is None
 
 
-steps = st.lists(
-    st.tuples(*[st.integers(0, 1 << 40)] * 4, st.integers(0, 1 << 20)), min_size=1, max_size=20
-)  # KV in and out on the plane, KV in and out beside it, headers
+def test_rdma_is_counted_where_each_interface_has_a_port(root: Path) -> None:
+    compute, both = {"compute": frozenset({"cmp0"})}, {"compute": frozenset({"cmp0", "biz0"})}
+    port = root / "sys/class/net/cmp0/device/infiniband/mlx5_0/ports/1/counters/port_xmit_data"
+    assert counts_rdma(compute, "compute", root)
+    assert not counts_rdma(both, "compute", root)
+    assert not counts_rdma({}, "compute", root)
+    port.unlink()
+    assert not counts_rdma(compute, "compute", root)
 
 
-@given(steps, st.integers(0, 1 << 50))
-def test_the_bound_is_never_above_what_went_another_way(given_steps: list[tuple[int, ...]], counters: int) -> None:
-    meter = OffPlane()
-    assert meter.bytes(counters, counters, 0, 0) == 0
-    received = sent = counters
-    kv_in = kv_out = off_in = off_out = 0
-    for in_, out, other_in, other_out, headers in given_steps:
-        received, sent = received + in_ + headers, sent + out + headers
-        kv_in, kv_out = kv_in + in_ + other_in, kv_out + out + other_out
-        off_in, off_out = off_in + other_in, off_out + other_out
-        assert meter.bytes(received, sent, kv_in, kv_out) <= max(off_in, off_out)
-
-
-@given(st.integers(1, 1 << 40))
-def test_kv_that_all_went_another_way_is_seen_whole(size: int) -> None:
-    meter = OffPlane()
-    meter.bytes(10, 10, 0, 0)
-    assert meter.bytes(10, 10, 0, size) == size
-
-
-def test_after_a_counter_went_back_nothing_is_said() -> None:
-    meter = OffPlane()
-    meter.bytes(1_000, 1_000, 0, 0)
-    assert meter.bytes(5, 1_000, 500, 0) == 0
-    assert meter.bytes(5, 1_000, 10_000, 0) == 0
+def test_which_transports_may_bypass_the_interfaces_counters() -> None:
+    assert not uses_rdma(TransferConfig())
+    assert not uses_rdma(TransferConfig(transport="mooncake"))
+    assert uses_rdma(TransferConfig(transport="mooncake", mooncake=MooncakeConfig(protocol="rdma", devices=["mlx5_0"])))
+    assert not uses_rdma(TransferConfig(transport="nixl", nixl=NixlConfig(transports="tcp,self")))
+    assert uses_rdma(TransferConfig(transport="nixl", nixl=NixlConfig(transports="rc")))

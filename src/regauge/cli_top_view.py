@@ -196,8 +196,8 @@ def _count(number: int) -> Text:
 
 
 def moved(state: WorkerState) -> int:
-    """Return all bytes that the worker's transfers have brought over so far; those of failed ones drop out."""
-    return state.totals.wire_bytes + sum(leg.wire_bytes for t in state.transfers for leg in t.legs)
+    """Return the bytes of all chunks that the worker has sent and received so far, whatever became of their transfers."""
+    return state.totals.sent + sum(state.totals.landed.values())
 
 
 def rate(now: int, then: int | None, state: WorkerState, before: WorkerState | None) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
@@ -21,6 +22,11 @@ from regauge.logs import get_logger as get_logger  # noqa: PLC0414
 from regauge.logs import setup_logging as setup_logging  # noqa: PLC0414
 from regauge.observe_planes import LATEST, PlaneMetrics
 from regauge.observe_route import RouteMetrics
+from regauge.observe_transfers import MODES as MODES  # noqa: PLC0414
+from regauge.observe_transfers import OTHER as OTHER  # noqa: PLC0414
+from regauge.observe_transfers import PATHS as PATHS  # noqa: PLC0414
+from regauge.observe_transfers import REASONS as REASONS  # noqa: PLC0414
+from regauge.observe_transfers import TransferMetrics, known
 
 # Log fields. `event` is the sentence; a request's fields are the same in every process that it passes.
 REQUEST_ID: Final = "request_id"
@@ -47,17 +53,13 @@ SPAN_PREFILL: Final = "prefill"
 SPAN_TRANSFER: Final = "transfer"
 SPAN_DECODE: Final = "decode"
 
-PATHS: Final = ("DIRECT", "REMAP", "CONVERT")
-MODES: Final = ("fused", "mapped", "staged")
-OTHER: Final = "other"
-"""The label for a value outside the known ones: what a client sends cannot make a new time series."""
-REASONS: Final = (
-    "aborted", "corrupted", "deadline", "fault", "flow", "lease", "link", "mismatch", "peer", "refused", "restarted", OTHER,
-)  # fmt: skip
-"""Why a transfer failed: `regauge.move.reasons` sorts, `docs/operations.md` explains."""
 SHARED: Final = "PROMETHEUS_MULTIPROC_DIR"
 """Environment variable of prometheus_client: a folder where every process keeps its metrics, mapped, so that those of a process that died still
 count. Gauges are of processes that live: requests in the house are summed, and of a worker the latest word holds."""
+OUTCOMES: Final = ("complete", "cancelled", "failed")
+"""Of an answer: it is whole; its client went away; a worker or the gateway gave it up."""
+NOTHING: Final[Mapping[str, float]] = MappingProxyType({})
+NONE: Final[Mapping[str, int]] = MappingProxyType({})
 CLIENT_FAULTS: Final = ("malformed", "head", "header", "body", "write", "connections")
 """No HTTP; too large a head; headers or a body that came too slowly; an answer that was not read; too many connections."""
 ROUTES: Final = (
@@ -74,6 +76,9 @@ ROUTES: Final = (
     "/version",
     "/openapi.json",
     "/debug/transfers",
+    "/debug/live",
+    "/debug/requests",
+    "/debug/trace/{id}",
     "/debug/why/{id}",
     "/dashboard",
     "/dashboard/{file}",
@@ -89,14 +94,6 @@ ROUTES: Final = (
 
 _LATENCY = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 _PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
-_TRANSFER = (
-    0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 60.0, 120.0,
-)  # fmt: skip
-_BYTES = tuple(float(4**power << 10) for power in range(13))  # 1 KiB to 16 GiB
-
-
-def _known(value: str, known: tuple[str, ...]) -> str:
-    return value if value in known else OTHER
 
 
 @dataclass(frozen=True)
@@ -122,14 +119,9 @@ class Metrics:
     receipts_refused: Counter
     receipts_troubled: Gauge
     completion_tokens: Counter
-    transfer_bytes: Histogram
-    transfer_seconds: Histogram
-    transfer_exposed: Histogram
-    transfers: Counter
-    chunks: Counter
-    transfer_failures: Counter
-    resent_chunks: Counter
-    resumed_legs: Counter
+    answers: Counter
+    queue: Histogram
+    transfers: TransferMetrics
     routing: RouteMetrics
     planes: PlaneMetrics
     worker_up: Gauge
@@ -155,7 +147,7 @@ class Metrics:
             registry=registry,
             multiprocess_mode=LATEST,
         ).labels(version).set(1)
-        worker, path = ["worker", "role"], ["path", "mode"]
+        worker = ["worker", "role"]
         return cls(
             registry=registry,
             trouble_since=set() if resumed else None,
@@ -229,56 +221,17 @@ class Metrics:
                 multiprocess_mode=LATEST,
             ),
             completion_tokens=Counter("regauge_completion_tokens_total", "Generated tokens.", registry=registry),
-            transfer_bytes=Histogram(
-                "regauge_transfer_bytes",
-                "Bytes on the wire, per transfer.",
-                path,
-                registry=registry,
-                buckets=_BYTES,
+            answers=Counter(
+                "regauge_answers_total", "Answers that have ended, by how they did.", ["outcome"], registry=registry
             ),
-            transfer_seconds=Histogram(
-                "regauge_transfer_seconds",
-                "Grant to commit, per transfer: layer-wise, so prefill computes meanwhile.",
-                path,
+            queue=Histogram(
+                "regauge_queue_seconds",
+                "Arrival at a worker until it had pages, and where it computed the prompt its turn.",
+                ["role"],
                 registry=registry,
-                buckets=_TRANSFER,
+                buckets=_LATENCY,
             ),
-            transfer_exposed=Histogram(
-                "regauge_transfer_exposed_seconds",
-                "What of a transfer came after its prompt was computed, per transfer.",
-                registry=registry,
-                buckets=_TRANSFER,
-            ),
-            transfers=Counter(
-                "regauge_transfers_total",
-                "Transfers that were delivered, as each side counts them.",
-                worker,
-                registry=registry,
-            ),
-            chunks=Counter(
-                "regauge_transfer_chunks_total",
-                "Chunks whose digest was compared on arrival and agreed.",
-                worker,
-                registry=registry,
-            ),
-            transfer_failures=Counter(
-                "regauge_transfer_failures_total",
-                "Transfers that failed, as each side counts them, by class of reason.",
-                [*worker, "reason"],
-                registry=registry,
-            ),
-            resent_chunks=Counter(
-                "regauge_transfer_resent_chunks_total",
-                "Chunks written twice, since they were not what was sent.",
-                worker,
-                registry=registry,
-            ),
-            resumed_legs=Counter(
-                "regauge_transfer_resumed_legs_total",
-                "Legs of transfers that went on over a new link.",
-                worker,
-                registry=registry,
-            ),
+            transfers=TransferMetrics.create(registry),
             routing=RouteMetrics.create(registry),
             planes=PlaneMetrics.create(registry),
             worker_up=Gauge(
@@ -319,11 +272,11 @@ class Metrics:
 
     def answered(self, route: str, status: int) -> None:
         """Count one HTTP request; a route that is not in `ROUTES` is counted as "other"."""
-        self.requests.labels(_known(route, ROUTES), str(status)).inc()
+        self.requests.labels(known(route, ROUTES), str(status)).inc()
 
     def client_fault(self, reason: str) -> None:
         """Count a connection that was ended for what the client did; `reason` is one of `CLIENT_FAULTS`."""
-        self.client_faults.labels(_known(reason, CLIENT_FAULTS)).inc()
+        self.client_faults.labels(known(reason, CLIENT_FAULTS)).inc()
 
     def finished(
         self,
@@ -349,11 +302,20 @@ class Metrics:
         self.tpot.observe(tpot)
         return tpot
 
-    def transfer(self, *, path: str, mode: str, wire_bytes: int, seconds: float) -> None:
+    def ended(self, outcome: str) -> None:
+        """Count an answer that has ended, as one of `OUTCOMES`."""
+        self.answers.labels(known(outcome, OUTCOMES)).inc()
+
+    def queued(self, role: str, seconds: float | None) -> None:
+        """Record how long a request waited at a worker; None: it does not say."""
+        if seconds is not None:
+            self.queue.labels(role).observe(max(0.0, seconds))
+
+    def transfer(
+        self, *, path: str, mode: str, wire_bytes: int, seconds: float, spans: int = 0, stages: Mapping[str, float] = NOTHING
+    ) -> None:  # fmt: skip
         """Record one delivered transfer."""
-        labels = (_known(path, PATHS), _known(mode, MODES))
-        self.transfer_bytes.labels(*labels).observe(wire_bytes)
-        self.transfer_seconds.labels(*labels).observe(seconds)
+        self.transfers.ended(path=path, mode=mode, wire_bytes=wire_bytes, seconds=seconds, spans=spans, stages=stages)
 
     def worker_state(
         self, name: str, role: str, *, running: int, waiting: int, free_pages: int, pages: int, quarantined_pages: int
@@ -366,21 +328,14 @@ class Metrics:
         self.pool_pages.labels(name, role).set(pages)
         self.pool_quarantined_pages.labels(name, role).set(quarantined_pages)
 
-    def worker_trouble(
-        self, name: str, role: str, *, failed: Mapping[str, int], resent_chunks: int, resumed_legs: int, delivered: int = 0, chunks: int = 0
-    ) -> None:  # fmt: skip
+    def worker_counted(self, name: str, role: str, grown: Mapping[str, int], failed: Mapping[str, int] = NONE) -> None:
         """Add what has become of a worker's transfers since the last time; `failed` is by reason, one of `REASONS`."""
         if not self.counts_workers:
             return
         if self.trouble_since is not None and name not in self.trouble_since:
             self.trouble_since.add(name)
             return
-        for reason, count in failed.items():
-            self.transfer_failures.labels(name, role, _known(reason, REASONS)).inc(count)
-        self.transfers.labels(name, role).inc(delivered)
-        self.chunks.labels(name, role).inc(chunks)
-        self.resent_chunks.labels(name, role).inc(resent_chunks)
-        self.resumed_legs.labels(name, role).inc(resumed_legs)
+        self.transfers.count(name, role, grown, failed)
 
     def worker_down(self, name: str, role: str) -> None:
         """Record that a worker does not answer; its other gauges go to zero, since nobody knows them."""
@@ -388,10 +343,14 @@ class Metrics:
         self.worker_up.labels(name, role).set(0)
         self.planes.gone(name)
 
+    def source(self) -> CollectorRegistry:
+        """Return where a scrape is read from: this process, or all that share a folder (`SHARED`), if there is one."""
+        if SHARED not in os.environ:
+            return self.registry
+        registry = CollectorRegistry()
+        MultiProcessCollector(registry)  # type: ignore[no-untyped-call]  # the library's
+        return registry
+
     def exposition(self) -> tuple[bytes, str]:
-        """Return the text for a scrape and its content type; of all processes that share a folder (`SHARED`), if there is one."""
-        registry = self.registry
-        if SHARED in os.environ:
-            registry = CollectorRegistry()
-            MultiProcessCollector(registry)  # type: ignore[no-untyped-call]  # the library's
-        return generate_latest(registry), CONTENT_TYPE_LATEST
+        """Return the text for a scrape and its content type."""
+        return generate_latest(self.source()), CONTENT_TYPE_LATEST

@@ -1,4 +1,4 @@
-"""What the interfaces of this host's planes have carried, by the kernel's counters, and which bytes of KV cannot have crossed the compute plane.
+"""What the interfaces of this host's planes have carried, by the kernel's counters. Which bytes of KV they cannot have carried: `astray.py`.
 
 Counters are those of the network interface, and of the RDMA ports behind it, which it does not count: `port_xmit_data` and `port_rcv_data` are in
 units of four bytes (Documentation/ABI/stable/sysfs-class-infiniband).
@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+
+from regauge.astray import Carried
 
 WORD = 4
 """Bytes of a unit of an RDMA port's counters."""
@@ -46,33 +48,22 @@ def read(planes: Mapping[Any, frozenset[str]], root: Path = Path("/")) -> list[I
     return found
 
 
-def carried(found: list[InterfaceBytes], plane: str) -> tuple[int, int]:
-    """Return the bytes that a plane's interfaces have received and sent."""
+def carried(found: list[InterfaceBytes], plane: str) -> Carried | None:
+    """Return what a plane's interfaces have carried, all together; None: none of them is there."""
     own = [each for each in found if each.plane == plane]
-    return sum(each.received for each in own), sum(each.sent for each in own)
+    if not own:
+        return None
+    life = tuple(each.interface for each in own)
+    return Carried(life, sum(each.sent for each in own), sum(each.received for each in own))
 
 
-class OffPlane:
-    """The bytes of KV of one worker that its compute plane cannot have carried, since the worker began: a bound from below.
-
-    KV that was delivered has crossed since, so that on its plane the interfaces have counted as much, and headers beside it. Of what they lack, all went
-    another way. Once a counter has gone back (a driver was loaded anew) nothing can be said any more, and nothing is.
-    """
-
-    def __init__(self) -> None:
-        self._first: tuple[int, int] | None = None
-        self._last = (0, 0)
-        self._known = True
-
-    def bytes(self, received: int, sent: int, kv_received: int, kv_sent: int) -> int:
-        """Return the bound. Counters of the interfaces, and the worker's own totals; the first call is before its first transfer."""
-        if self._first is None:
-            self._first = self._last = (received, sent)
-        self._known &= received >= self._last[0] and sent >= self._last[1]
-        self._last = (received, sent)
-        if not self._known:
-            return 0
-        return max(0, kv_received - (received - self._first[0]), kv_sent - (sent - self._first[1]))
+def counts_rdma(planes: Mapping[Any, frozenset[str]], plane: str, root: Path = Path("/")) -> bool:
+    """Whether the RDMA ports behind a plane's interfaces are counted: each has one at least."""
+    ports = [
+        list((root / "sys/class/net" / name).glob("device/infiniband/*/ports/*/counters/port_xmit_data"))
+        for name in planes.get(plane, ())
+    ]
+    return bool(ports) and all(ports)
 
 
 def _number(path: Path) -> int | None:

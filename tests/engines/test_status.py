@@ -101,12 +101,18 @@ def test_a_transfer_is_shown_while_it_runs_and_its_end_afterwards(doors: Doors) 
     assert there.wire_bytes == 200 * 3 * 2 * 2 * 16 * 2
     assert there.seconds > 0
     mode = into.links[0].modes[0]
-    assert there == TransferEnd("x", "decode", "", "", "REMAP", mode, there.wire_bytes, there.seconds)
+    told = there.stages, there.spans
+    assert there == TransferEnd("x", "decode", "", "", "REMAP", mode, there.wire_bytes, there.seconds, *told)
+    assert there.stages is not None
+    assert sum(msgspec.structs.astuple(there.stages)[2:]) == pytest.approx(there.seconds)
+    assert there.spans > 0
     assert here == TransferEnd("x", "prefill", "", "", "REMAP", mode, there.wire_bytes, here.seconds)
     for address in (doors.decode.address, doors.prefill.address):
         [state] = look(address).states
         assert state.transfers == []
-        assert (state.totals.delivered, state.totals.wire_bytes) == (1, there.wire_bytes)
+        totals = state.totals
+        assert (totals.delivered, totals.wire_bytes) == (1, there.wire_bytes)
+        assert (totals.landed or {"REMAP": totals.sent}) == {"REMAP": there.wire_bytes}
     assert ended(ends.into).transfer == ended(ends.out).transfer == "x"  # the engine is told as well
 
 

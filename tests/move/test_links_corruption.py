@@ -32,7 +32,7 @@ def spoil(b: Both, transfer_: str, seq: int, times: int) -> list[Check]:
     link, spoilt = b.into._links["p"], []
     whole = link.checker.check
 
-    def check(chunk: Check, tables: Sequence[PageTable]) -> bool:
+    def check(chunk: Check, tables: Sequence[PageTable]) -> tuple[bool, int]:
         if (chunk.transfer, chunk.seq) == (transfer_, seq) and len(spoilt) < times:
             spoilt.append(chunk)
             if chunk.slot is not None:

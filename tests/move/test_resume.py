@@ -19,7 +19,7 @@ from protocol_cases import (
 
 from regauge.move import messages as m
 from regauge.move.counted import Counted
-from regauge.move.protocol import Delivered, Failed, FenceLink, Released, Relink, Send, Write
+from regauge.move.protocol import Delivered, Failed, FenceLink, Released, Relink, Send, Stages, Write
 
 
 def test_a_new_link_goes_on_from_what_is_verified() -> None:
@@ -117,7 +117,7 @@ def test_a_commit_lost_with_its_link_is_said_again() -> None:
     counted = Counted().chunk(24, DIGEST)
     assert r.on_message("p", finish, 1.0) == [
         Send("p", m.Commit("t")),
-        Delivered("t", b"first token", 24, 1.0, counted),
+        Delivered("t", b"first token", 24, 1.0, counted, Stages(last_byte_to_commit=1.0)),
     ]
     s.link_lost("d", "gone", 1.0)
     r.link_lost("p", "gone", 1.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 import numpy as np
 import pytest
 from test_links import both, mark_all, settle
@@ -41,11 +42,22 @@ async def test_both_ends_of_a_link_and_its_pages_are_shown(kind: str) -> None:
         assert session.nbytes > 0 or kind == "shm"
         sent.ready((1, 3), (0, 100))
         sent.finish(b"")
-        came = await arrival
+        got = await arrival
         await sent.done()
         assert pool_states([b.pool])[0].committed == 7
-        assert came.counted.chunks >= 2, "of the first layer, and of the others"
-        assert ledger.totals() == Totals(2, 2 * came.wire_bytes, {}, 0, 0, came.counted.chunks, came.wire_bytes)
+        ledger.read(b.into)
+        ledger.read_sent(b.out)
+        found, size = ledger.totals(), got.wire_bytes
+        assert found == Totals(2, 2 * size, chunks=found.chunks, received=size, grants=1, credits=found.credits,
+                               credit_bytes=found.credit_bytes, landed={"CONVERT": size}, sent=size)  # fmt: skip
+        assert found.credits >= 1
+        assert 0 < found.credit_bytes <= size
+        assert got.spans >= found.chunks >= 2, "of the first layer, and of the others"
+        assert found.chunks == got.counted.chunks
+        stages = msgspec.structs.astuple(got.stages)
+        assert min(stages) >= 0
+        assert sum(stages[2:]) == pytest.approx(got.seconds)
+        assert (b.out.moved.far, b.into.moved.far, b.into.flying()) == (0, 0, 0), "both ends are on this host"
     assert (b.into.links(), b.out.links()) == ([], [])
 
 
@@ -124,7 +136,7 @@ async def test_a_chunk_that_is_asked_for_again_is_counted_at_its_link() -> None:
         link = b.into._links["p"]
         check, spoiled = link.checker.check, []
 
-        def spoil(chunk: Check, tables: object) -> bool:
+        def spoil(chunk: Check, tables: object) -> tuple[bool, int]:
             if not spoiled:
                 spoiled.append(chunk)
                 link.staging.array[:] ^= np.uint8(1)  # of a byte that has landed, before it is looked at

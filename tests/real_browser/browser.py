@@ -10,6 +10,9 @@ from needed import AXE
 from selenium import webdriver
 from selenium.webdriver.chrome.options import Options
 from selenium.webdriver.chrome.service import Service
+from selenium.webdriver.support.ui import WebDriverWait
+
+PICTURES = Path(__file__).parents[2] / "bench" / "out" / "dashboard"
 
 
 @contextlib.contextmanager
@@ -49,3 +52,40 @@ def axe(driver: webdriver.Chrome) -> list[tuple[str, str, list[Any]]]:
     assert found["passes"]
     return [(each["id"], each["impact"], [node["html"][:200] for node in each["nodes"]])
             for each in found["violations"] if each["impact"] in ("serious", "critical")]  # fmt: skip
+
+
+def wait(driver: webdriver.Chrome, what: str, limit_s: float = 30) -> None:
+    """Wait until an expression holds."""
+    WebDriverWait(driver, limit_s, 0.1).until(lambda page: page.execute_script(f"return {what}"))
+
+
+def text(driver: webdriver.Chrome, place: str) -> str:
+    """What an element with this id shows."""
+    found: str = driver.execute_script("return document.getElementById(arguments[0]).textContent", place)
+    return found
+
+
+def rows(driver: webdriver.Chrome, table: str) -> list[list[str]]:
+    """The cells of a table, by rows."""
+    script = "return [...document.querySelectorAll(`#${arguments[0]} tbody tr`)].map((row) => [...row.cells].map((cell) => cell.textContent))"
+    found: list[list[str]] = driver.execute_script(script, table)
+    return found
+
+
+def colours(driver: webdriver.Chrome, *, dark: bool) -> None:
+    """What the system prefers."""
+    features = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
+    driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+
+
+def picture(driver: webdriver.Chrome, name: str, *, whole: bool = True) -> None:
+    """Leave a picture for a person to look at."""
+    PICTURES.mkdir(parents=True, exist_ok=True)
+    width, height = (
+        driver.execute_script(f"return {each}")
+        for each in ("innerWidth", "document.documentElement.scrollHeight" if whole else "innerHeight")
+    )
+    shown = {"width": width, "height": min(height, 4000), "deviceScaleFactor": 1, "mobile": False}
+    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", shown)
+    driver.save_screenshot(str(PICTURES / f"{name}.png"))
+    driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})

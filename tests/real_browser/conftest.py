@@ -1,8 +1,15 @@
+# ruff: noqa: S310  # urls of our own
 """What these tests need is there, or they fail with the command that brings it: they are never skipped."""
 
 from __future__ import annotations
 
+import contextlib
+import json
+import signal
+import subprocess
 import sys
+import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,7 +19,21 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "serve"))
 if why := missing():
     raise pytest.UsageError(why)
 
+from deployment import Served, launch
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("browser")
+
+@pytest.fixture(scope="session")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """Two prefill workers and a decode worker, the compute plane declared."""
+    settings = ("transfer.transport=tcp", "prefill.workers=2", "planes.compute=127.0.0.1", "transfer.lease_s=5")
+    made = launch(tmp_path_factory.mktemp("browser"), *(word for each in settings for word in ("--set", each)))
+    for _ in range(600):
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"{made.url}/ready", timeout=5) as answer:
+            if json.load(answer)["status"] == "ready":
+                break
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            made.process.wait(0.5)
+            pytest.fail(made.text())
+    yield made
+    made.process.send_signal(signal.SIGINT)
+    made.process.wait(60)

@@ -1,161 +1,177 @@
-# ruff: noqa: S310  # urls of our own
 """The live page in a real Chromium, over a real deployment under load. Run by `make test-browser`; pictures go to bench/out/dashboard."""
 
 from __future__ import annotations
 
-import concurrent.futures
-import contextlib
-import json
 import os
+import re
 import signal
-import subprocess
-import urllib.request
-from collections.abc import Iterator
-from pathlib import Path
+import time
 
 import pytest
-from browser import axe, chromium, complaints
-from deployment import Served, launch
+from browser import chromium, colours, complaints, picture, rows, text, wait
+from deployment import Served
+from load import load, scrape, total
 from selenium.webdriver import Chrome, Keys
 from selenium.webdriver.common.by import By
-from selenium.webdriver.support.ui import WebDriverWait
 
-ROOT = Path(__file__).parents[2]
-PICTURES = ROOT / "bench" / "out" / "dashboard"
-
-
-@pytest.fixture(scope="module")
-def served(folder: Path) -> Iterator[Served]:
-    made = launch(folder, "--set", "transfer.transport=tcp")
-    for _ in range(600):
-        with contextlib.suppress(OSError), urllib.request.urlopen(f"{made.url}/ready", timeout=5) as answer:
-            if json.load(answer)["status"] == "ready":
-                break
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            made.process.wait(0.5)
-            pytest.fail(made.text())
-    yield made
-    made.process.send_signal(signal.SIGINT)
-    made.process.wait(60)
-
-
-def ask(url: str, number: int) -> None:
-    body = {
-        "model": "smollm2-135m-instruct",
-        "prompt": f"Story {number}: once upon a time",
-        "max_tokens": 12,
-        "temperature": 0,
-    }
-    request = urllib.request.Request(
-        f"{url}/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"}
-    )
-    with urllib.request.urlopen(request, timeout=120) as answer:
-        assert json.load(answer)["choices"]
-
-
-def metrics(url: str) -> dict[str, float]:
-    with urllib.request.urlopen(f"{url}/metrics", timeout=20) as answer:
-        lines = answer.read().decode().splitlines()
-    found: dict[str, float] = {}
-    for line in lines:
-        if line and line[0] != "#":
-            name, value = line.split("{")[0].split(" ")[0], float(line.rsplit(" ", 1)[1])
-            found[name] = found.get(name, 0.0) + value
-    return found
+LIVE = "document.getElementById('status').textContent === 'live'"
+WORKERS = "document.querySelectorAll('#workers tbody tr').length === 3"
 
 
 def tiles(page: Chrome) -> dict[str, float]:
-    rows = page.find_elements(By.CSS_SELECTOR, "#now dd")
-    return {row.get_attribute("data-metric"): float(row.get_attribute("data-value")) for row in rows}
+    found = page.execute_script(
+        "return [...document.querySelectorAll('#now dd')].map((each) => [each.dataset.metric, Number(each.dataset.value)])"
+    )
+    return dict(found)
 
 
-def picture(page: Chrome, name: str) -> None:
-    PICTURES.mkdir(parents=True, exist_ok=True)
-    height = page.execute_script("return document.documentElement.scrollHeight")
-    page.set_window_size(page.get_window_size()["width"], min(3_000, height + 140))
-    page.save_screenshot(str(PICTURES / f"{name}.png"))
+def look(page: Chrome, after: float) -> None:
+    """Wait for figures that are newer than this."""
+    wait(page, f"Number(document.getElementById('content').dataset.at) > {after!r}")
 
 
-def wait(page: Chrome, what: str, limit_s: float = 30) -> None:
-    WebDriverWait(page, limit_s, 0.2).until(lambda p: p.execute_script(f"return {what}"))
+def number(text: str) -> float:
+    return float(text.replace(",", ""))
 
 
 def test_under_load_the_page_says_what_the_metrics_say(served: Served) -> None:
-    with chromium() as page, concurrent.futures.ThreadPoolExecutor(4) as pool:
+    with chromium(1280, 900) as page:
         page.get(f"{served.url}/dashboard")
-        wait(page, "document.getElementById('status').textContent === 'live'")
-        list(pool.map(lambda n: ask(served.url, n), range(24)))
-        want = metrics(served.url)
-        done = f"Number(document.querySelector('[data-metric=regauge_completion_tokens_total]').dataset.value) === {want['regauge_completion_tokens_total']}"
-        wait(page, done)
-        told = tiles(page)
-        assert told == {name: want.get(name, 0.0) for name in told}
-        assert told["regauge_completion_tokens_total"] == 24 * 12
-        wait(
-            page,
-            "document.getElementById('ttft-sum').textContent.includes('ms') || document.getElementById('ttft-sum').textContent.includes(' s')",
-        )
-        text = page.find_element(By.TAG_NAME, "main").text
-        assert "CONVERT" in text
-        assert "prefill-0" in text
+        wait(page, f"{LIVE} && {WORKERS}")
+        begun = time.monotonic()
+        flowed = False
+        with load(served.url, 4):
+            while time.monotonic() - begun < 45:
+                before = scrape(served.url)
+                look(page, time.time())
+                told, after = tiles(page), scrape(served.url)
+                for name, value in told.items():
+                    if name != "regauge_requests_in_flight":  # which may fall
+                        assert total(before, name) <= value <= total(after, name), name
+                flowed = flowed or re.search(r"CONVERT [\d.]+ [KMG]iB/s", text(page, "flows-sum")) is not None
+            for place in ("ttft-sum", "tpot-sum", "itl-sum"):
+                low, middle, high = (
+                    float(n) * (1000 if unit == "s" else 1)
+                    for n, unit in re.findall(r"([\d.]+) (ms|s)", text(page, place))
+                )
+                assert 0 < low <= middle <= high, place
+            assert flowed, "KV was on its way"
+            assert "compute" in text(page, "topology")
+            picture(page, "light")
+        look(page, time.time() + 0.7)  # two polls of the workers later nothing moves any more
+        equal(page, served)
         assert complaints(page) == []
-        picture(page, "light")
 
 
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-@pytest.mark.parametrize("width", [1280, 400])
-def test_anybody_can_read_it(dark: bool, width: int, served: Served) -> None:
-    with chromium(width) as page:
-        features = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
-        page.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
-        page.get(f"{served.url}/dashboard")
-        wait(page, "document.querySelectorAll('#workers tbody tr').length === 2")
-        assert page.execute_script("return document.documentElement.classList.contains('dark')") is dark
-        assert page.execute_script("return document.documentElement.scrollWidth <= innerWidth"), (
-            "the page scrolls sideways"
-        )
-        picture(page, f"{'dark' if dark else 'light'}-{width}")
-        assert complaints(page) == []
-        assert axe(page) == []
+def equal(page: Chrome, served: Served) -> None:
+    """Every figure of the page that a scrape has, too."""
+    now = scrape(served.url)
+    told = tiles(page)
+    assert told == {name: total(now, name) for name in told}
+    assert told["regauge_completion_tokens_total"] >= 12
+    assert told["regauge_requests_in_flight"] == 0
+    shown = {row[0]: row for row in rows(page, "workers")}
+    assert set(shown) == {"prefill-0", "prefill-1", "decode-0"}
+    for name, (_, role, state, running, waiting, pages, free, *_, quarantined) in shown.items():
+        assert (role, state) == (name.partition("-")[0], "up")
+        for cell, metric in (
+            (running, "running_requests"), (waiting, "queue_depth"), (pages, "pool_pages"), (free, "pool_free_pages"),
+            (quarantined, "pool_quarantined_pages"),
+        ):  # fmt: skip
+            assert number(cell) == total(now, f"regauge_{metric}", worker=name), (name, metric)
+    [(path, mode, *_, delivered, _, _)] = rows(page, "paths")
+    assert (path, mode, number(delivered)) == (
+        "CONVERT",
+        "staged",
+        total(now, "regauge_transfer_bytes_count", path=path, mode=mode),
+    )
+    assert {(row[0], row[2], row[3]) for row in rows(page, "planes")} >= {
+        ("compute", "lo", "received"),
+        ("compute", "lo", "sent"),
+    }
 
 
 def test_the_keyboard_is_enough(served: Served) -> None:
     with chromium() as page:
         page.get(f"{served.url}/dashboard")
-        wait(page, "document.querySelectorAll('#workers tbody tr').length === 2")
-        body = page.switch_to.active_element
-        body.send_keys(Keys.TAB)
+        wait(page, f"{WORKERS} && document.querySelector('#requests a')")
+        page.switch_to.active_element.send_keys(Keys.TAB)
         assert page.switch_to.active_element.text == "Skip to the figures"
         page.switch_to.active_element.send_keys(Keys.TAB)
         button = page.switch_to.active_element
         before = button.get_attribute("aria-pressed")
         button.send_keys(Keys.ENTER)
         assert button.get_attribute("aria-pressed") != before
-        outline = page.execute_script("return getComputedStyle(document.activeElement).outlineStyle")
-        assert outline == "solid"
+        seen = list[str]()
+        for _ in range(60):
+            page.switch_to.active_element.send_keys(Keys.TAB)
+            at = page.switch_to.active_element
+            assert page.execute_script("return getComputedStyle(arguments[0]).outlineStyle", at) == "solid", (
+                "visible focus"
+            )
+            name = at.get_attribute("aria-label") or at.get_attribute("aria-labelledby") or at.text
+            if name.startswith("story-") and not seen.count(name):
+                at.send_keys(Keys.ENTER)  # opens, and Escape closes it and gives the focus back
+                wait(page, "document.getElementById('line').open")
+                assert text(page, "line-title") == name
+                page.switch_to.active_element.send_keys(Keys.ESCAPE)
+                wait(page, "!document.getElementById('line').open")
+                assert page.switch_to.active_element.text == name
+            seen.append(name)
+            if name == "h-trouble":
+                break
+        order = [name for name in seen if name.startswith("h-")]
+        assert order == ["h-workers", "h-requests", "h-transfers", "h-links", "h-trouble"]
+
+
+def test_focus_and_selection_stay_while_figures_change(served: Served) -> None:
+    with chromium() as page:
+        page.get(f"{served.url}/dashboard")
+        wait(page, "document.querySelector('#requests a')")
+        page.execute_script("document.querySelector('#requests a').focus()")
+        link = page.switch_to.active_element
+        look(page, time.time())
+        assert page.switch_to.active_element == link
 
 
 def test_a_worker_that_is_down_and_a_gateway_that_is_gone_are_said(served: Served) -> None:
+    down = "[...document.querySelectorAll('#workers .bad')].some((cell) => cell.textContent.startsWith('down'))"
     with chromium() as page:
         page.get(f"{served.url}/dashboard")
-        wait(page, "document.querySelectorAll('#workers tbody tr').length === 2")
+        wait(page, WORKERS)
         os.kill(served.pid("prefill-0"), signal.SIGSTOP)
         try:
-            wait(
-                page,
-                "[...document.querySelectorAll('#workers .bad')].some((cell) => cell.textContent.startsWith('down'))",
-                60,
-            )
+            wait(page, down, 60)
+            wait(page, "document.querySelector('#topology .cross')")
             picture(page, "worker-down")
         finally:
             os.kill(served.pid("prefill-0"), signal.SIGCONT)
-        wait(
-            page,
-            "![...document.querySelectorAll('#workers .bad')].some((cell) => cell.textContent.startsWith('down'))",
-            60,
-        )
+        wait(page, f"!{down}", 60)
+        assert complaints(page) == []
         page.set_network_conditions(offline=True, latency=0, throughput=0)
         wait(page, "document.getElementById('status').classList.contains('bad')")
+        assert text(page, "status").startswith("no answer")
         picture(page, "no-answer")
         page.delete_network_conditions()
-        wait(page, "document.getElementById('status').textContent === 'live'")
+        wait(page, LIVE)
+
+
+@pytest.mark.parametrize("motion", ["reduce", "no-preference"])
+def test_nothing_moves_by_itself(motion: str, served: Served) -> None:
+    with chromium() as page:
+        page.execute_cdp_cmd(
+            "Emulation.setEmulatedMedia", {"features": [{"name": "prefers-reduced-motion", "value": motion}]}
+        )
+        page.get(f"{served.url}/dashboard")
+        wait(page, WORKERS)
+        assert page.execute_script("return document.getAnimations().length") == 0
+
+
+def test_the_button_outlives_a_look_and_follows_the_system(served: Served) -> None:
+    with chromium() as page:
+        colours(page, dark=True)
+        page.get(f"{served.url}/dashboard")
+        wait(page, f"{WORKERS} && document.documentElement.classList.contains('dark')")
+        page.find_element(By.ID, "theme").click()
+        look(page, time.time())
+        assert page.execute_script("return document.documentElement.classList.contains('dark')") is False

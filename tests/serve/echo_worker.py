@@ -10,13 +10,14 @@ import msgspec
 from aiohttp import web
 
 from regauge.config import Role
-from regauge.move.protocol import TransferState
+from regauge.move.protocol import Stages, TransferState
 from regauge.move.state import LinkState, PoolState, Totals, WorkerState, bounded, shown
 from regauge.serve import wire
 from regauge.serve.text import Tokenizer
 
 TOKEN = "internal-token"
 MODEL = "echo-1"
+STAGES = Stages(0.001, 0.0, 0.001, 0.0005, 0.0005)
 SPECIALS = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
 
 
@@ -153,7 +154,11 @@ class EchoWorker:
                 return self._error(wire.ErrorEvent("aborted", "aborted", self.name))
             first = self._answer(body.token_ids)[0]
             return web.Response(
-                body=wire.encode(wire.Prefilled(first, len(body.token_ids) - self.cached, self.cached, 0.01, 0.001))
+                body=wire.encode(
+                    wire.Prefilled(
+                        first, len(body.token_ids) - self.cached, self.cached, 0.01, 0.001, queue_seconds=0.003
+                    )
+                )
             )
         finally:
             self.running.discard(body.request_id)
@@ -185,7 +190,7 @@ class EchoWorker:
         ids = self._answer(body.token_ids)
         sampling = body.sampling
         wanted = [ids[n % len(ids)] for n in range(sampling.max_tokens)] if sampling.ignore_eos else ids
-        transfer = wire.TransferEvent("CONVERT", "fused", 1000 + len(body.token_ids), 3, 0.002)
+        transfer = wire.TransferEvent("CONVERT", "fused", 1000 + len(body.token_ids), 3, 0.002, spans=12, stages=STAGES)
         await response.write(wire.encode_line(transfer))
         for count, token in enumerate(wanted[len(body.generated) : sampling.max_tokens]):
             if self.pace is not None:

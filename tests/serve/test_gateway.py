@@ -16,6 +16,7 @@ from serve_rig import MODEL, TEMPLATE, TOKEN, WAIT_S, Rig, free_port, open_rig, 
 
 from regauge.config import ServeConfig
 from regauge.errors import ConfigError
+from regauge.observe_transfers import STAGES
 from regauge.serve import wire
 from regauge.serve.server import listen
 from regauge.serve.text import Tokenizer
@@ -257,6 +258,13 @@ async def test_metrics_tell_of_requests_tokens_and_transfers(tokenizer: Tokenize
         labels = {"path": "CONVERT", "mode": "fused"}
         assert rig.sample("regauge_transfer_bytes_sum", **labels) == 1000 + body["usage"]["prompt_tokens"]
         assert rig.sample("regauge_transfer_seconds_count", **labels) == 1
+        stages = [rig.sample("regauge_transfer_stage_seconds_sum", path="CONVERT", stage=each) for each in STAGES]
+        assert sum(stages[2:]) == pytest.approx(rig.sample("regauge_transfer_seconds_sum", **labels))
+        assert stages[0] == pytest.approx(0.001)
+        assert rig.sample("regauge_transfer_spans_sum", **labels) == 12
+        assert rig.sample("regauge_answers_total", outcome="complete") == 1
+        assert rig.sample("regauge_queue_seconds_sum", role="prefill") == pytest.approx(0.003)
+        assert rig.sample("regauge_queue_seconds_count", role="decode") == 0, "it does not say"
         assert rig.sample("regauge_time_to_first_token_seconds_count") == 1
         assert rig.sample("regauge_pool_pages", worker="decode-0", role="decode") == 64
         assert 'regauge_worker_up{role="decode",worker="decode-0"} 1.0' in await rig.metrics_text()

@@ -13,6 +13,7 @@ import numpy as np
 
 from regauge import keys
 from regauge.config import EngineConfig, Role, ServeConfig, TransferConfig
+from regauge.config_planes import PlanesConfig
 from regauge.engines.local.kv import PagedKV, allocate
 from regauge.engines.local.model import LocalModel
 from regauge.engines.local.scheduler import Request, Scheduler
@@ -25,6 +26,7 @@ from regauge.serve.ports import consecutive_ports
 from regauge.testing.tiny_models import tiny_model
 
 CONFIG = EngineConfig(pool_tokens=1024, max_context=512, chunk_tokens=64, max_batch=8)
+NO_PLANES = PlanesConfig()
 PLAIN = "fp32,page=16,nhd"
 TAG = wire.MeterTag("acme", prefill="p", decode="d", route="test")
 LONG = tuple(np.random.default_rng(1).integers(3, 500, 150).tolist())
@@ -41,10 +43,10 @@ def sampling(**more: Any) -> wire.SamplingParams:
 
 @contextlib.asynccontextmanager
 async def workers(
-    tmp_path: Path, named: dict[str, tuple[Role, str]], config: EngineConfig = CONFIG
+    tmp_path: Path, named: dict[str, tuple[Role, str]], config: EngineConfig = CONFIG, planes: PlanesConfig = NO_PLANES
 ) -> AsyncIterator[dict[str, LocalWorker]]:
     """Start workers: name -> role and layout. Keys and journals are under `tmp_path`."""
-    serve = ServeConfig(prefill=config, decode=config, transfer=TransferConfig(transport="tcp"))
+    serve = ServeConfig(prefill=config, decode=config, transfer=TransferConfig(transport="tcp"), planes=planes)
     base = load_model(str(tiny_model("tiny-llama")))
     first = consecutive_ports(len(named), "127.0.0.1")
     addresses = {name: ("127.0.0.1", first + i) for i, name in enumerate(named)}

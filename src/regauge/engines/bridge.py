@@ -226,7 +226,9 @@ class ReceivingEnd(Bridge):
         error = arrival.exception()
         if error is None:
             a = arrival.result()
-            self._end(Ended(transfer, "", a.handover, a.path, a.mode, a.wire_bytes, a.seconds))
+            self._end(
+                Ended(transfer, "", a.handover, a.path, a.mode, a.wire_bytes, a.seconds, stages=a.stages, spans=a.spans)
+            )
             return
         self._quiet[transfer] = Ended.failed(transfer, error)
         self._released()
@@ -359,6 +361,7 @@ class SendingEnd(Bridge):
         self._end(ended)
 
     def _under_way(self) -> tuple[list[TransferState], list[LinkState]]:
+        self._ledger.read_sent(self.links)
         return self.links.transfers(), self.links.links()
 
     async def _close(self) -> None:

@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Literal
 
+from regauge.move.protocol import Stages
 from regauge.move.reasons import reason_class
 from regauge.plan.cost import Mode
 
@@ -28,6 +29,10 @@ class Ended:
     """Class of the error, one of `observe.REASONS`."""
     computed: float = 0.0
     """On prefill: when the engine last said that something is ready. CLOCK_MONOTONIC, which one machine's processes share; 0: never."""
+    stages: Stages | None = None
+    """On decode: how long it was in each stage."""
+    spans: int = 0
+    """On decode: boxes in which its bytes lie."""
     at: float = field(default_factory=time.monotonic, compare=False)
     """When it ended, by the same clock."""
 

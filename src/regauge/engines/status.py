@@ -23,6 +23,7 @@ import msgspec
 from regauge.config import Role
 from regauge.layout import files
 from regauge.layout.spec import Layout
+from regauge.move.protocol import Stages
 from regauge.move.state import WorkerState
 
 STATUS_PATH: Final = "/status"
@@ -62,6 +63,10 @@ class TransferEnd(msgspec.Struct, frozen=True):
     wire_bytes: int = 0
     seconds: float = 0.0
     """From the grant to the commit."""
+    stages: Stages | None = None
+    """Known on decode."""
+    spans: int = 0
+    """Boxes in which its bytes lie on decode; 0: not known."""
 
 
 class Problem(msgspec.Struct, frozen=True):

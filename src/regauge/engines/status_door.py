@@ -163,7 +163,18 @@ async def _end_at(end: Bridge, transfer: str, wait_s: float) -> TransferEnd | No
     return (
         None
         if x is None
-        else TransferEnd(transfer, end.role, x.error[:MAX_ERROR], x.reason, x.path, x.mode, x.wire_bytes, x.seconds)
+        else TransferEnd(
+            transfer,
+            end.role,
+            x.error[:MAX_ERROR],
+            x.reason,
+            x.path,
+            x.mode,
+            x.wire_bytes,
+            x.seconds,
+            x.stages,
+            x.spans,
+        )
     )
 
 

@@ -18,7 +18,7 @@ from regauge.layout.view import check_memory
 from regauge.move import messages as m
 from regauge.move.auth import Role, authenticate
 from regauge.move.dial import tune
-from regauge.move.plane import Plane
+from regauge.move.plane import Plane, own
 from regauge.move.tls import Tls
 
 log = structlog.get_logger()
@@ -43,8 +43,11 @@ class Channel:
         """Chunks that were asked for again."""
         self.resumed = 0
         """Grants that go on from where an earlier link broke."""
-        self.peer = str(writer.get_extra_info("peername"))
+        address = writer.get_extra_info("peername")
+        self.peer = str(address)
         """Address of the other end, for people."""
+        self.is_far = not own(str(address[0])) if address else False
+        """Whether the other end is another host."""
         self._reader = reader
         self._writer = writer
         tune(writer.get_extra_info("socket"))

@@ -192,6 +192,11 @@ class Writer:
         """Writes in flight at once: one kernel at a time where it writes the peer's pages, else gather while the wire is busy."""
         return 2 if set(self.modes) <= {"fused"} else DEPTH
 
+    def most_bytes(self, chunk: Write) -> int:
+        """Return the most bytes that a chunk takes on the wire."""
+        count, layers = (end - first for first, end in (chunk.tokens, chunk.layers))
+        return self.crossing.layer_bytes(chunk.pair, count) * layers
+
     def start(self, chunk: Write, tables: Sequence[PageTable], deadline_s: float) -> Posted:
         """Gather and digest one chunk, and post it; call `ended` when its ticket has ended.
 
@@ -278,8 +283,13 @@ class Checker:
             parts += [pieces(template.of((layer, layer + 1)))[:, 1:] for layer in layers]
         return np.concatenate(parts)
 
-    def check(self, chunk: Check, tables: Sequence[PageTable]) -> bool:
-        """Bring one chunk from its slot into the pages, or find it there; say whether it is what was sent.
+    @property
+    def slot_bytes(self) -> int:
+        """Of a staging slot."""
+        return self._staging.slot_bytes
+
+    def check(self, chunk: Check, tables: Sequence[PageTable]) -> tuple[bool, int]:
+        """Bring one chunk from its slot into the pages, or find it there; say whether it is what was sent, and in how many boxes it lies.
 
         `tables`: this side's pages, one table for each of its groups.
         """
@@ -295,7 +305,7 @@ class Checker:
             found = digest.read(tiles, "dst", threads=self.crossing.threads)
         else:
             found = digest.run(tiles, of="src", threads=self.crossing.threads).src
-        return hmac.compare_digest(_encode(found), chunk.digest)
+        return hmac.compare_digest(_encode(found), chunk.digest), sum(len(each.src) for each in tiles)
 
     def _scatter(self, chunk: Check, target: Side) -> list[Tiles]:
         assert chunk.slot is not None  # noqa: S101  # the caller asked

@@ -228,6 +228,7 @@ class Nic:
             bytes_per_s=self.rate,
             rtt_s=self.delay.delay,
             backlog_s=self.backlog_s,
+            line_bytes_per_s=self.limits.bytes_per_s,
         )
 
     def _resize(self) -> None:

@@ -134,6 +134,8 @@ class LinkState:
     rtt_s: float
     backlog_s: float
     """What a new transfer would find in front of it: backlog over rate."""
+    line_bytes_per_s: float = 0.0
+    """As configured; 0: not told."""
 
 
 @dataclass(frozen=True, slots=True)

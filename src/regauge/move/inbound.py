@@ -36,8 +36,9 @@ from regauge.move.flow_types import LinkState as NicState
 from regauge.move.flow_types import NicLimits
 from regauge.move.incoming import Arrival, Incoming, Refusals
 from regauge.move.lending import Lending
-from regauge.move.links import InLink
+from regauge.move.links import InLink, flying, slots
 from regauge.move.memory import Slab
+from regauge.move.moved import Moved
 from regauge.move.pages import Pages
 from regauge.move.plane import resolve
 from regauge.move.protocol import Action, Check, Delivered, Failed, FenceLink, Released, Send, TransferState
@@ -54,8 +55,6 @@ FENCE_S = 5.0
 READY_S = 30.0
 """Most seconds for a prefill worker to open its data connection."""
 CLOSE_S = 10.0
-MIN_SLOT = 1 << 20
-MAX_SLOTS = 4
 MAX_GREETING = 32
 """Connections that may authenticate at once; a prefill worker whose connection is dropped tries again."""
 
@@ -87,8 +86,7 @@ class InboundLinks:
         """Links whose control connection has ended and whose writer is not fenced yet."""
         self._last: dict[str, InLink] = {}
         """The newest link of each peer, up or not."""
-        self._resent = self._resumed = 0
-        """Of links whose control connection has ended."""
+        self.moved = Moved()
         self._settled = asyncio.Condition()
         """Notified when a link has ended and been fenced."""
         self._incoming: dict[str, Incoming] = {}
@@ -156,7 +154,11 @@ class InboundLinks:
     def repeated(self) -> tuple[int, int]:
         """Count chunks that were asked for again and legs that went on over a new link, over all links since the start."""
         up = [link.channel for link in self._links.values()]
-        return self._resent + sum(x.resent for x in up), self._resumed + sum(x.resumed for x in up)
+        return self.moved.resent + sum(x.resent for x in up), self.moved.resumed + sum(x.resumed for x in up)
+
+    def flying(self) -> int:
+        """Return the most bytes from other hosts that have landed and were not announced yet."""
+        return flying([*self._links.values(), *self._gone.values()])
 
     def cancel(self, transfer: str, reason: str) -> None:
         """The request is over; a transfer that has ended already is ignored."""
@@ -213,9 +215,8 @@ class InboundLinks:
         for pool in self.pools:
             pool.commit(transfer)
         link = self._last[incoming.peers[0]]
-        incoming.future.set_result(
-            Arrival(done.handover, link.path, link.modes[0], done.wire_bytes, done.seconds, done.counted)
-        )
+        a = done.handover, link.path, link.modes[0], done.wire_bytes, done.seconds, done.counted, done.stages
+        incoming.future.set_result(Arrival(*a, incoming.spans))
 
     def _failed(self, transfer: str, reason: str, *, held: bool) -> None:
         incoming = self._incoming.pop(transfer)
@@ -277,7 +278,9 @@ class InboundLinks:
             for transfer in list(self._incoming):
                 self._cover(transfer)
             while True:
-                self._run(self.receiver.on_message(link.peer, await channel.receive(), time.monotonic()))
+                message = await channel.receive()
+                self._run(self.receiver.on_message(link.peer, message, time.monotonic()))
+                self.moved.heard(message, link.path, far=link.far)
         except RegaugeError as error:
             reason = str(error)
             log.info("link ended", peer=link.peer if link else channel and channel.peer, reason=reason)
@@ -287,8 +290,7 @@ class InboundLinks:
             if link is not None:
                 del self._links[link.peer]
                 self._gone[link.peer] = link
-                self._resent += link.channel.resent
-                self._resumed += link.channel.resumed
+                self.moved.past(link.channel)
                 self._run(
                     self.receiver.link_lost(link.peer, f"lost prefill worker {link.peer}: {reason}", time.monotonic())
                 )
@@ -338,8 +340,7 @@ class InboundLinks:
             raise ProtocolError(f"the last connection of {worker} cannot be fenced yet; try again later") from None
 
     async def _finish_greeting(self, channel: Channel, hello: m.Hello, plan: Plan, staging: Slab) -> InLink:
-        slots = max(1, min(MAX_SLOTS, staging.nbytes // MIN_SLOT))
-        offered = m.Staging(staging.address, staging.nbytes // slots // 64 * 64, slots)
+        offered = slots(staging)
         regions = self._rails.register(staging)  # by name: of two connections of one worker at once, one fails here
         try:
             channel.send(m.Hello(m.VERSION, self._name, self._rails.session, "decode",
@@ -363,7 +364,8 @@ class InboundLinks:
                 raise DeadlineExceeded(reason) from error
             raise
         return InLink(hello.worker, channel, staging, regions, checker, plan.verdict.path, tuple(ready.modes), ready.sessions,
-                     hello.instance, ThreadPoolExecutor(1, thread_name_prefix=f"check-{hello.worker}"))  # fmt: skip
+                     hello.instance, ThreadPoolExecutor(1, thread_name_prefix=f"check-{hello.worker}"),
+                     far=channel.is_far and self._rails.kind != "shm")  # fmt: skip
 
     async def _check(self, link: InLink, chunk: Check) -> None:
         incoming = self._incoming.get(chunk.transfer)
@@ -371,7 +373,8 @@ class InboundLinks:
         if incoming is not None:
             loop = asyncio.get_running_loop()
             try:
-                agrees = await loop.run_in_executor(link.thread, link.checker.check, chunk, incoming.tables)
+                agrees, spans = await loop.run_in_executor(link.thread, link.checker.check, chunk, incoming.tables)
+                incoming.spans += spans
             except Exception as failure:  # whatever broke, this request fails and the slot is given back
                 log.exception("a chunk could not be brought into its pages", transfer=chunk.transfer)
                 error = f"a chunk could not be brought into its pages: {failure}"

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from regauge.move.counted import Counted
 from regauge.move.crossing import PageTable
+from regauge.move.protocol import NO_STAGES, Stages
 from regauge.plan.cost import Mode
 
 REFUSED_S = 10.0
@@ -30,6 +31,9 @@ class Arrival:
     seconds: float
     counted: Counted = field(default_factory=Counted)
     """What counts of the bytes, and its digest."""
+    stages: Stages = NO_STAGES
+    spans: int = 0
+    """Boxes in which its bytes lie here."""
 
 
 @dataclass(eq=False)
@@ -40,6 +44,8 @@ class Incoming:
     future: asyncio.Future[Arrival]
     peers: tuple[str, ...]
     tokens: int
+    spans: int = 0
+    """Boxes of the chunks that have been checked, each time that they were."""
     covered: bool = False
     """Its legs are known to bring everything that this rank keeps."""
 

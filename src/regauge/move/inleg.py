@@ -1,4 +1,4 @@
-"""One leg of a transfer on the decode side: what has been written, is being checked, and is verified. Pure.
+"""A transfer and its legs on the decode side: what has been written, is being checked, and is verified. Pure.
 
 See `protocol.py` for the life of a transfer.
 """
@@ -11,7 +11,7 @@ from typing import Literal
 from regauge.errors import ProtocolError
 from regauge.move import messages as m
 from regauge.move.counted import Counted, whole
-from regauge.move.protocol import Check, LegState, Part, Range
+from regauge.move.protocol import Check, LegState, Part, Range, Stages
 
 
 @dataclass(slots=True)
@@ -172,3 +172,39 @@ class InLeg:
             chunks=self.seq - len(self.checking) - len(self.again), resent=self.resent, wire_bytes=self.wire_bytes,
             credit=self.credit, nic=self.nic, progress=done / total if total else 0.0,
         )  # fmt: skip
+
+
+@dataclass(slots=True)
+class Inbound:
+    """A transfer that is expected, until it is delivered or nothing can touch its pages. Times are the machine's."""
+
+    tokens: int
+    tables: tuple[m.Table, ...]
+    first: int
+    begun: float
+    deadline: float
+    legs: dict[str, InLeg]
+    tenant: str = ""
+    due: float | None = None
+    """By when the KV should be here: what flow control goes by."""
+    offered_at: float | None = None
+    granted_at: float | None = None
+    first_at: float | None = None
+    """When its first chunk had landed."""
+    last_at: float | None = None
+    handover: bytes = b""
+    failed: str = ""
+
+    @property
+    def state(self) -> str:
+        """As `protocol.TransferState` has it."""
+        if self.failed:
+            return "quarantined"
+        return "expected" if any(leg.state == "expected" for leg in self.legs.values()) else "granted"
+
+    def stages(self, now: float) -> Stages:
+        """Return how long it was in each stage, if it is committed now."""
+        offered = self.begun if self.offered_at is None else self.offered_at
+        granted = now if self.granted_at is None else self.granted_at
+        first, last = (now if at is None else at for at in (self.first_at, self.last_at))
+        return Stages(max(0.0, offered - self.begun), granted - offered, first - granted, last - first, now - last)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from typing import Any
 
 from regauge.move.inbound import InboundLinks
 from regauge.move.incoming import Arrival
+from regauge.move.outbound import OutboundLinks
 from regauge.move.protocol import Delivered
 from regauge.move.reasons import reason_class
 from regauge.move.state import Totals
@@ -19,8 +21,8 @@ class Ledger:
         self._delivered = 0
         self._wire_bytes = self._received = self._chunks = 0
         self._failed: Counter[str] = Counter()
-        self._resent = 0
-        self._resumed = 0
+        self._seen: dict[str, Any] = {}
+        """What links have counted."""
 
     def watch(self, transfer: asyncio.Future[Arrival] | asyncio.Future[Delivered]) -> None:
         """Count a transfer's end once it comes."""
@@ -44,11 +46,25 @@ class Ledger:
             self._chunks += found.counted.chunks
 
     def read(self, links: InboundLinks) -> None:
-        """Take in how much has been sent again and resumed."""
-        self._resent, self._resumed = links.repeated()
+        """Take in what the links of the decode side have counted."""
+        resent, resumed = links.repeated()
+        receiver = links.receiver
+        self._seen |= {
+            "resent": resent, "resumed": resumed, "grants": receiver.grants, "credits": receiver.credits,
+            "credit_bytes": receiver.credited, "landed": dict(links.moved.by_path),
+        }  # fmt: skip
+
+    def read_sent(self, links: OutboundLinks) -> None:
+        """Take in what those of the prefill side have."""
+        self._seen["sent"] = sum(links.moved.by_path.values())
 
     def totals(self) -> Totals:
         """Return the counts."""
         return Totals(
-            self._delivered, self._wire_bytes, dict(self._failed), self._resent, self._resumed, self._chunks, self._received
-        )  # fmt: skip
+            self._delivered,
+            self._wire_bytes,
+            dict(self._failed),
+            chunks=self._chunks,
+            received=self._received,
+            **self._seen,
+        )

@@ -27,6 +27,7 @@ from regauge.move.crossing import DEPTH, Crossing, PageTable, Terms, Writer
 from regauge.move.flow_sender import Pace
 from regauge.move.links import OutLink
 from regauge.move.memory import Slab
+from regauge.move.moved import Moved
 from regauge.move.outgoing import Outgoing
 from regauge.move.plane import Plane, resolve
 from regauge.move.prepared import TransferKeys
@@ -87,6 +88,7 @@ class OutboundLinks:
         self._tls = tls.from_config(config.tls)
         self._constants = read(Path(config.costs)) if config.costs else DEFAULTS
         self._judge = judge
+        self.moved = Moved()
         self._links: dict[str, OutLink] = {}
         self._addresses: dict[str, Address] = {}
         self._opening: dict[str, asyncio.Task[OutLink]] = {}
@@ -294,7 +296,8 @@ class OutboundLinks:
             self._withdraw(slot, regions)
             raise
         threads = ThreadPoolExecutor(min(GATHER_THREADS, writer.depth), thread_name_prefix=f"write-{peer}")
-        return OutLink(peer, channel, data, writer, slot, regions, threads, hello.instance, hello.epoch)
+        return OutLink(peer, channel, data, writer, slot, regions, threads, hello.instance, hello.epoch,
+                       far=channel.is_far and self._rails.kind != "shm")  # fmt: skip
 
     def _slot(self, peer: str, staging: m.Staging) -> Slab:
         if staging.slot_bytes > (most := self._config.staging_bytes):
@@ -341,6 +344,8 @@ class OutboundLinks:
     async def _write(self, link: OutLink, chunk: Write) -> None:
         out = self._transfers[chunk.transfer]
         loop, limit = asyncio.get_running_loop(), self._config.deadline_s
+        most = link.writer.most_bytes(chunk)
+        self.moved.begin(most, far=link.far)
         try:
             posted = await loop.run_in_executor(link.thread, link.writer.start, chunk, out.tables, limit)
             if posted.ticket is not None:
@@ -356,8 +361,11 @@ class OutboundLinks:
             link.channel.close()
             self.run(self.sender.cancel(chunk.transfer, f"a chunk could not be written: {error}"))
         else:
+            self.moved.landed(posted.nbytes, out.path, far=link.far)
             written = chunk.transfer, link.peer, chunk.epoch, chunk.seq, posted.nbytes, posted.digest
             self.run(self.sender.written(*written, time.monotonic()))
+        finally:
+            self.moved.end(most, far=link.far)
 
     async def _tick(self) -> None:
         while True:

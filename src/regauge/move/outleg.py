@@ -15,6 +15,8 @@ from regauge.move import messages as m
 from regauge.move.counted import Counted, within
 from regauge.move.protocol import LegState, Part, Range
 
+CHUNK_BYTES = 8 << 20
+
 
 @dataclass(frozen=True, slots=True)
 class LinkTerms:
@@ -27,7 +29,7 @@ class LinkTerms:
     """Pairs whose chunks go into a staging slot; the others go straight into pages."""
     slots: int = 0
     slot_bytes: int = 0
-    chunk_bytes: int = 8 << 20
+    chunk_bytes: int = CHUNK_BYTES
     """Most bytes of a chunk that needs no slot: what one re-send costs."""
     depth: int = 2
     """Most writes in flight."""

@@ -79,6 +79,17 @@ class Plane:
                 )
 
 
+def own(address: str) -> bool:
+    """Whether a numeric address is this host's own: nothing that goes there leaves by a wire."""
+    try:
+        found = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return False
+    mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
+    found = mapped or found
+    return found.is_loopback or any(each.address == found for each in local_addresses())
+
+
 def resolve(host: str) -> Plane:
     """Return the plane that an address, a network, an interface or a host name of this host means.
 

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Final, Protocol
 
 import msgspec
 
@@ -104,6 +104,23 @@ class Check:
     digest: bytes
 
 
+class Stages(msgspec.Struct, frozen=True):
+    """The life of a transfer that was delivered, in seconds by decode's clock; the last three are its `seconds`."""
+
+    expect_to_offer: float = 0.0
+    """Decode's request was there, prefill's was not; 0 where the offer came first."""
+    offer_to_grant: float = 0.0
+    """Prefill's was there, decode had no pages for it yet."""
+    grant_to_first_byte: float = 0.0
+    """Until the first chunk had landed: prefill computes meanwhile."""
+    first_byte_to_last: float = 0.0
+    last_byte_to_commit: float = 0.0
+    """Chunks are brought into place and compared, and prefill has said what it had to."""
+
+
+NO_STAGES: Final = Stages()
+
+
 @dataclass(frozen=True, slots=True)
 class Delivered:
     """The transfer is complete. On decode the pages may be read; on prefill they may be reused."""
@@ -115,6 +132,8 @@ class Delivered:
     """From the first grant (decode) or the first ready chunk (prefill) to the commit."""
     counted: Counted = field(default_factory=Counted)
     """What counts of `wire_bytes`, and the digest of all of it: the same at both ends."""
+    stages: Stages = NO_STAGES
+    """Known on decode."""
 
 
 class Leg(Protocol):
@@ -129,12 +148,14 @@ class Leg(Protocol):
         """What counts of it."""
 
 
-def delivered(transfer: str, handover: bytes, legs: Collection[Leg], seconds: float) -> Delivered:
+def delivered(
+    transfer: str, handover: bytes, legs: Collection[Leg], seconds: float, stages: Stages = NO_STAGES
+) -> Delivered:
     """Return the end of a transfer that is complete on all its legs."""
     counted = Counted()
     for leg in legs:
         counted += leg.counted
-    return Delivered(transfer, handover, sum(leg.wire_bytes for leg in legs), seconds, counted)
+    return Delivered(transfer, handover, sum(leg.wire_bytes for leg in legs), seconds, counted, stages)
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,6 +36,7 @@ class Rails:
             raise ConfigError(f"NICs {', '.join(self.names)}: give each of them once")
         self.caps = self.transports[0].caps
         self.medium = self.transports[0].medium
+        self.kind = self.transports[0].kind
         self.session = self.transports[0].session
         """Identity of this side; a restarted process has another."""
 

@@ -4,39 +4,16 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from regauge.errors import ProtocolError
 from regauge.move import messages as m
 from regauge.move.flow import ReceiverFlow
 from regauge.move.flow_types import Credit, Demand, FlowAction, Refuse
-from regauge.move.inleg import InLeg
+from regauge.move.inleg import Inbound, InLeg
 from regauge.move.protocol import Action, Check, Failed, FenceLink, Part, Released, Send, TransferState, delivered
 
 MAX_EARLY = 10_000
 """Offers that wait for their request, and ends that are remembered."""
-
-
-@dataclass(slots=True)
-class _Inbound:
-    tokens: int
-    tables: tuple[m.Table, ...]
-    first: int
-    begun: float
-    deadline: float
-    legs: dict[str, InLeg]
-    tenant: str = ""
-    due: float | None = None
-    """By when the KV should be here: what flow control goes by."""
-    granted_at: float | None = None
-    handover: bytes = b""
-    failed: str = ""
-
-    @property
-    def state(self) -> str:
-        if self.failed:
-            return "quarantined"
-        return "expected" if any(leg.state == "expected" for leg in self.legs.values()) else "granted"
 
 
 class Receiver:
@@ -50,15 +27,17 @@ class Receiver:
         self._offer_s = offer_s
         self._deadline_s = deadline_s
         self._resume_s = resume_s
-        self._inbound: dict[str, _Inbound] = {}
-        self._early: dict[tuple[str, str], tuple[int, float]] = {}
-        """Offers that came before the request: (peer, transfer) -> tokens, expiry."""
+        self._inbound: dict[str, Inbound] = {}
+        self._early: dict[tuple[str, str], tuple[int, float, float]] = {}
+        """Offers that came before the request: (peer, transfer) -> tokens, expiry, arrival."""
         self._withdrawn: OrderedDict[tuple[str, str], str] = OrderedDict()
         """What prefill gave up before the request came: (peer, transfer) -> reason."""
         self._ended: OrderedDict[tuple[str, str], str] = OrderedDict()
         """How transfers ended, for a peer that lost the word: (peer, transfer) -> reason, empty if delivered."""
         self.epoch = 0
         """Of the last grant."""
+        self.grants = self.credits = self.credited = 0
+        """Given since the start: grants, words of credit, bytes of credit."""
         self.flow = flow
         self._nics = {} if flow is None else {state.nic: i for i, state in enumerate(flow.links())}
         self._flowing: dict[str, tuple[str, str]] = {}
@@ -99,7 +78,7 @@ class Receiver:
         """
         if transfer in self._inbound:
             raise ProtocolError(f"transfer {transfer!r} is expected already")
-        t = _Inbound(tokens, tuple(tables), first, now, now + self._offer_s, {p: InLeg(p) for p in peers}, tenant, due)
+        t = Inbound(tokens, tuple(tables), first, now, now + self._offer_s, {p: InLeg(p) for p in peers}, tenant, due)
         self._inbound[transfer] = t
         actions: list[Action] = []
         for peer in peers:
@@ -111,6 +90,7 @@ class Receiver:
             elif early is not None and t.failed:
                 actions.append(Send(peer, m.Abort(transfer, t.failed)))
             elif early is not None:
+                t.offered_at = early[2] if t.offered_at is None else min(t.offered_at, early[2])
                 actions += self._offered(transfer, t, t.legs[peer], early[0], now)
         return actions
 
@@ -207,7 +187,7 @@ class Receiver:
 
     def tick(self, now: float) -> list[Action]:
         """Fail what is past its lease or deadline."""
-        for key in [k for k, (_, until) in self._early.items() if until <= now]:
+        for key in [k for k, (_, until, _) in self._early.items() if until <= now]:
             del self._early[key]
         actions: list[Action] = []
         late = set()
@@ -241,7 +221,7 @@ class Receiver:
             if len(self._early) >= MAX_EARLY:
                 raise ProtocolError(f"{peer} offers more transfers than anybody asked for")
             self._withdrawn.pop((peer, name), None)
-            self._early[peer, name] = (message.tokens, now + self._offer_s)
+            self._early[peer, name] = (message.tokens, now + self._offer_s, now)
             return []
         leg = t.legs.get(peer)
         if leg is None:
@@ -252,7 +232,7 @@ class Receiver:
             return []
         return self._offered(name, t, leg, message.tokens, now)
 
-    def _offered(self, name: str, t: _Inbound, leg: InLeg, tokens: int, now: float) -> list[Action]:
+    def _offered(self, name: str, t: Inbound, leg: InLeg, tokens: int, now: float) -> list[Action]:
         if tokens != t.tokens:
             reason = f"{leg.peer} offers {tokens} tokens, the request has {t.tokens}"
             return [Send(leg.peer, m.Abort(name, reason)), *self._fail(name, t, reason, now)]
@@ -266,6 +246,8 @@ class Receiver:
             )
         self.epoch += 1
         done = leg.grant(self.epoch, parts, t.first, t.tokens, now + self._lease_s)
+        self.grants += 1
+        t.offered_at = now if t.offered_at is None else t.offered_at
         if t.granted_at is None:
             t.granted_at = now
         if all(each.state != "expected" for each in t.legs.values()):
@@ -275,7 +257,7 @@ class Receiver:
         return [Send(leg.peer, grant), *credit]
 
     def _on_own(
-        self, name: str, t: _Inbound, leg: InLeg, message: m.Want | m.Written | m.Finish | m.Renew | m.Abort | m.Fenced,
+        self, name: str, t: Inbound, leg: InLeg, message: m.Want | m.Written | m.Finish | m.Renew | m.Abort | m.Fenced,
         now: float,
     ) -> list[Action]:  # fmt: skip
         if isinstance(message, m.Fenced | m.Abort):
@@ -299,6 +281,7 @@ class Receiver:
         match message:
             case m.Written():
                 check = leg.written(message)
+                t.first_at, t.last_at = now if t.first_at is None else t.first_at, now
                 landed = [] if self.flow is None else self._credited(self.flow.landed(key, leg.landed, now))
                 return [check, *landed]
             case m.Want():
@@ -309,7 +292,7 @@ class Receiver:
                 return [*self._leaves(leg, now), *self._maybe_commit(name, t, now)]
         return []
 
-    def _on_quiet(self, name: str, t: _Inbound, leg: InLeg, message: m.Fenced | m.Abort, now: float) -> list[Action]:
+    def _on_quiet(self, name: str, t: Inbound, leg: InLeg, message: m.Fenced | m.Abort, now: float) -> list[Action]:
         """The writer says that nothing is in flight any more, and that it has given the transfer up."""
         if t.failed:
             if leg.state != "fencing":
@@ -321,7 +304,7 @@ class Receiver:
         leg.state = "over"
         return self._fail(name, t, message.reason, now)
 
-    def _maybe_commit(self, name: str, t: _Inbound, now: float) -> list[Action]:
+    def _maybe_commit(self, name: str, t: Inbound, now: float) -> list[Action]:
         if not all(leg.complete for leg in t.legs.values()):
             return []
         del self._inbound[name]
@@ -331,11 +314,11 @@ class Receiver:
             if leg.state == "granted":
                 actions.append(Send(leg.peer, m.Commit(name)))
         begun = t.granted_at if t.granted_at is not None else now
-        return [*actions, delivered(name, t.handover, t.legs.values(), now - begun)]
+        return [*actions, delivered(name, t.handover, t.legs.values(), now - begun, t.stages(now))]
 
     # ---- flow control: a leg is known there by its epoch ----
 
-    def _arrives(self, name: str, t: _Inbound, leg: InLeg, now: float) -> list[Action]:
+    def _arrives(self, name: str, t: Inbound, leg: InLeg, now: float) -> list[Action]:
         if self.flow is None:
             return []
         leg.credit = 0
@@ -358,6 +341,8 @@ class Receiver:
             if leg is None or leg.state != "granted" or str(leg.epoch) != action.transfer:
                 continue
             if isinstance(action, Credit):
+                self.credits += 1
+                self.credited += max(0, action.data_bytes - (leg.credit or 0))
                 leg.credit, leg.nic = action.data_bytes, self._nics[action.nic]
                 out.append(Send(peer, m.Credit(name, leg.epoch, action.data_bytes, int(action.rank), leg.nic)))
             elif isinstance(action, Refuse):
@@ -366,7 +351,7 @@ class Receiver:
 
     # ---- endings ----
 
-    def _fail(self, name: str, t: _Inbound, reason: str, now: float) -> list[Action]:
+    def _fail(self, name: str, t: Inbound, reason: str, now: float) -> list[Action]:
         t.failed = reason
         actions: list[Action] = []
         for leg in t.legs.values():
@@ -383,7 +368,7 @@ class Receiver:
         held = not all(leg.quiet for leg in t.legs.values())
         return [*actions, Failed(name, reason, held=held), *self._settle(name, t, released=held)]
 
-    def _settle(self, name: str, t: _Inbound, *, released: bool = True) -> list[Action]:
+    def _settle(self, name: str, t: Inbound, *, released: bool = True) -> list[Action]:
         """Let the pages of a failed transfer go once nothing can touch them."""
         if not all(leg.quiet for leg in t.legs.values()):
             return []

@@ -6,7 +6,7 @@ Everything here belongs to the worker's event loop.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -94,6 +94,34 @@ class Totals(msgspec.Struct, frozen=True):
     """Whose digests were compared and agreed; counted on the decode side, of delivered transfers."""
     received: int = 0
     """Of `wire_bytes`, what came in; the rest went out."""
+    grants: int = 0
+    """Of pages to a prefill rank; counted on the decode side, as are the next three."""
+    credits: int = 0
+    """Words of credit."""
+    credit_bytes: int = 0
+    """That they let prefill write, padding left out."""
+    landed: dict[str, int] = {}
+    """Bytes of chunks that have landed, by path: at once, each as often as it crossed, and whatever became of its transfer."""
+    sent: int = 0
+    """Likewise, at others; counted on the prefill side."""
+
+    def __add__(self, other: Totals) -> Totals:
+        """Return the totals of two ranks together."""
+        return self._with(other, lambda one, more: one + more)
+
+    def since(self, before: Totals) -> Totals:
+        """Return what came since an earlier word of the same worker; 0 of what went back, as where one of its ranks began anew."""
+        return self._with(before, lambda now, then: max(0, now - then))
+
+    def _with(self, other: Totals, merge: Callable[[int, int], int]) -> Totals:
+        fields = dict[str, int | dict[str, int]]()
+        for name in self.__struct_fields__:
+            mine, its = getattr(self, name), getattr(other, name)
+            if isinstance(mine, dict):
+                fields[name] = {key: merge(mine.get(key, 0), its.get(key, 0)) for key in {**mine, **its}}
+            else:
+                fields[name] = merge(mine, its)
+        return Totals(**fields)  # type: ignore[arg-type]
 
 
 class Hidden(msgspec.Struct, frozen=True):

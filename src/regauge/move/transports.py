@@ -13,6 +13,16 @@ from regauge.move.tls import from_config
 from regauge.move.transport import Transport
 
 
+def uses_rdma(config: TransferConfig) -> bool:
+    """Whether KV may cross by RDMA, which the counters of network interfaces leave out."""
+    match config.transport:
+        case "mooncake":
+            return config.mooncake.protocol == "rdma"
+        case "nixl":
+            return not set(config.nixl.transports.split(",")) <= {"tcp", "self", "sm"}
+    return False
+
+
 def open_rails(config: TransferConfig, *, key: bytes, name: str, grants: bool = True) -> Rails:
     """Return a transport for each NIC that the configuration names. Raises as `open_transport`."""
     if not config.nics:

@@ -23,6 +23,7 @@ from regauge.errors import RegaugeError
 from regauge.observe import Metrics, get_logger
 from regauge.serve import anthropic
 from regauge.serve.deadlines import Deadlines
+from regauge.serve.failures import ClientGone as ClientGone  # noqa: PLC0414  # re-exported
 from regauge.serve.failures import api_error, too_many
 from regauge.serve.openai import SERVER_ERROR, ApiError
 from regauge.serve.relay import Job
@@ -40,10 +41,6 @@ _STREAM: Final = MappingProxyType(
     }
 )
 _SANE_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
-
-
-class ClientGone(RegaugeError):  # an event more than an error
-    """The client closed its connection."""
 
 
 class Guest(Protocol):
@@ -171,6 +168,7 @@ class Answer:
 
     def _note(self, summary: dict[str, object]) -> None:
         tally, usage = self._job.tally, self._job.usage()
+        self._job.story.end(summary.get(observe.ERROR), tally.ttft_s, usage.prompt_tokens, usage.completion_tokens)
         summary |= {
             observe.PATH: tally.path,
             observe.MODE: tally.mode,
@@ -292,7 +290,7 @@ def rounded(seconds: float | None) -> float | None:
 
 
 def _route(path: str) -> str:
-    for prefix in ("/v1/models/", "/v1/usage/", "/debug/why/"):
+    for prefix in ("/v1/models/", "/v1/usage/", "/debug/why/", "/debug/trace/"):
         if path.startswith(prefix):
             return f"{prefix}{{id}}"
     return "/dashboard/{file}" if path.startswith("/dashboard/") else path

@@ -1,4 +1,5 @@
-"""The live page: its files, as they lie in `page/`. What it shows it scrapes from `/metrics` and `/debug/transfers`, so that all of them say the same.
+"""The live page: its files, as they lie in `page/`. What it shows comes from `/debug/live`, made of the registry that
+`/metrics` is written from, and of single requests from `/debug/requests` and `/debug/trace`.
 
 No file comes from elsewhere, and the page may ask nobody but its gateway (Content-Security-Policy).
 """
@@ -14,9 +15,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 PATH: Final = "/dashboard"
+MODULES: Final = ("charts", "looks", "main", "sections", "series", "svg", "table", "text", "timeline", "topology")
 FILES: Final = {
-    "style.css": "text/css", "main.js": "text/javascript", "charts.js": "text/javascript", "prometheus.js": "text/javascript",
-    "table.js": "text/javascript", "text.js": "text/javascript", "uplot/uPlot.esm.js": "text/javascript", "uplot/uPlot.min.css": "text/css",
+    **{f"{name}.js": "text/javascript" for name in MODULES}, "uplot/uPlot.esm.js": "text/javascript",
+    "style.css": "text/css", "uplot/uPlot.min.css": "text/css",
 }  # fmt: skip
 POLICY: Final = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; base-uri 'none'; "

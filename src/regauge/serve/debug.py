@@ -1,4 +1,4 @@
-"""What `GET /debug/transfers` answers, of a worker and of the gateway that asks all workers: bounded, and without secrets.
+"""What `GET /debug/transfers` and `GET /debug/live` answer, of a worker and of the gateway that asks all workers: bounded, and without secrets.
 
 Durations are seconds, sizes bytes. `regauge top` shows it; `docs/operations.md` explains each state.
 """
@@ -23,6 +23,8 @@ class WorkerView(msgspec.Struct, frozen=True):
     since: datetime
     reason: str
     state: WorkerState | None
+    host: str = ""
+    """Name of its machine; empty: not told."""
 
 
 class Overview(msgspec.Struct, frozen=True):
@@ -36,6 +38,20 @@ class Overview(msgspec.Struct, frozen=True):
     """In the house."""
     unix_s: float
     workers: list[WorkerView]
+
+
+class Series(msgspec.Struct, frozen=True):
+    """One line of a scrape; a histogram's buckets have the label `le`, and are cumulative."""
+
+    labels: dict[str, str]
+    value: float
+
+
+class Live(Overview, frozen=True):
+    """The gateway and its workers, with the metrics."""
+
+    metrics: dict[str, list[Series]]
+    """By the name that a line of `/metrics` begins with."""
 
 
 def is_loopback(host: str) -> bool:

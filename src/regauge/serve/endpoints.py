@@ -179,6 +179,7 @@ class Gateway:
         asking.scope["state"]["grant"] = self._tenants.take(tenant, job.prompt_tokens + job.max_tokens)
         self._house.enter(job)
         self._service.names.add(asking.request_id, [name])
+        self._service.recent.add(asking.request_id, job.story)
         return PassAnswer(job, asked, self._house, self._limits.request_timeout_s + SLOW_READER_S)
 
     def _salt(self, tenant: Tenant) -> str:
@@ -233,6 +234,7 @@ class Gateway:
         )
         self._house.enter(job)
         self._service.names.add(request_id, [choice.request_id for choice in choices])
+        self._service.recent.add(request_id, job.story)
         return Answer(
             job,
             writer,

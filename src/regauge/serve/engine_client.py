@@ -9,9 +9,10 @@ from __future__ import annotations
 import abc
 import asyncio
 import ssl
-from collections import Counter
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
+from functools import reduce
+from operator import add
 from typing import Final, Literal, get_args
 
 import msgspec
@@ -19,7 +20,7 @@ import msgspec
 from regauge.engines import status
 from regauge.errors import ProtocolError, RegaugeError
 from regauge.layout.spec import Layout
-from regauge.move.state import Totals, WorkerState
+from regauge.move.state import WorkerState
 from regauge.observe import ERROR, WORKER, get_logger
 from regauge.plan.cost import Mode
 from regauge.serve import wire
@@ -59,8 +60,9 @@ class EngineClient(Connection):
             return wire.Health("ok", self.role, self.name, 0, self._model)
         pages = sum(pool.quarantined for pool in state.pools)
         return wire.Health(
-            "ok", self.role, self.name, state.pid, self._model, quarantined_pages=pages, transfers=state.totals
-        )
+            "ok", self.role, self.name, state.pid, self._model, quarantined_pages=pages, transfers=state.totals,
+            clock_s=state.clock_s,
+        )  # fmt: skip
 
     @abc.abstractmethod
     async def _serves(self) -> Sequence[str]:
@@ -162,8 +164,9 @@ class EngineClient(Connection):
         mode = next((m for m in get_args(Mode) for end in ends if m == end.mode), None)
         if mode is None:
             return None
-        wire_bytes, seconds = sum(end.wire_bytes for end in ends), max(end.seconds for end in ends)
-        return wire.TransferEvent(ends[0].path, mode, wire_bytes, 0, seconds)
+        wire_bytes, last = sum(end.wire_bytes for end in ends), max(ends, key=lambda end: end.seconds)
+        spans = sum(end.spans for end in ends)
+        return wire.TransferEvent(ends[0].path, mode, wire_bytes, 0, last.seconds, spans=spans, stages=last.stages)
 
     def _decoded(self, data: bytes, kind: type[Reply]) -> Reply:
         """Read one event of a stream. Raises ProtocolError that quotes its beginning."""
@@ -194,16 +197,11 @@ def _data(part: bytes) -> bytes | None:
 
 
 def _together(name: str, ranks: Sequence[WorkerState]) -> WorkerState:
-    first, totals = ranks[0], [rank.totals for rank in ranks]
-    failed = Counter[str]()
-    for each in totals:
-        failed.update(each.failed)
+    first = ranks[0]
     return msgspec.structs.replace(
         first, name=name,
         transfers=[x for rank in ranks for x in rank.transfers], links=[x for rank in ranks for x in rank.links],
         pools=[x for rank in ranks for x in rank.pools], sessions=[x for rank in ranks for x in rank.sessions],
         nics=[x for rank in ranks for x in rank.nics],
-        totals=Totals(sum(t.delivered for t in totals), sum(t.wire_bytes for t in totals), dict(failed),
-                      sum(t.resent for t in totals), sum(t.resumed for t in totals),
-                      sum(t.chunks for t in totals), sum(t.received for t in totals)),
+        totals=reduce(add, (rank.totals for rank in ranks)),
     )  # fmt: skip

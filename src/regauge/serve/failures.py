@@ -30,6 +30,10 @@ _PASSING: Final[Mapping[wire.Code, Cause]] = {
 """What a worker may say of a request that can go well elsewhere. Whatever else one says, others would say as well."""
 
 
+class ClientGone(RegaugeError):  # an event more than an error
+    """The client closed its connection."""
+
+
 def api_error(error: RegaugeError) -> ApiError:
     """Return what the client is told of an error that ended its request."""
     if isinstance(error, ApiError):

@@ -62,6 +62,8 @@ class Health(msgspec.Struct, frozen=True):
     nics: list[NicLoad] = []
     receipts: int = 0
     """Number of its latest receipt."""
+    clock_s: float = 0.0
+    """`time.monotonic()` of the worker: rates are differences of two answers by this clock; 0: not told."""
     host: str = ""
     """Name of its machine; empty: not told, and then neither are the interfaces."""
     interfaces: list[InterfaceBytes] = []

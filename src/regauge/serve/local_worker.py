@@ -11,15 +11,18 @@ import os
 import socket
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
+from regauge.astray import Crossed, Watch
 from regauge.config import Role
 from regauge.engines.local.model import LocalModel
 from regauge.errors import PeerLost, RegaugeError
 from regauge.move.bound import Memory
 from regauge.move.rails import Rails
 from regauge.move.state import WorkerState, bounded, pool_states, session_states
+from regauge.move.transports import uses_rdma
 from regauge.observe import ERROR, ROLE, get_logger
-from regauge.plane_meter import InterfaceBytes, OffPlane, carried, read
+from regauge.plane_meter import InterfaceBytes, carried, counts_rdma, read
 from regauge.planes import interfaces
 from regauge.serve import wire
 from regauge.serve.core import Core, RefusalError
@@ -38,8 +41,8 @@ class LocalWorker:
         self.decode = DecodeWorker(spec_, memory, model, rails, self.core)
         self._rails = rails
         self._planes = interfaces(spec_.config.planes)
-        self._off_plane = OffPlane()
-        self.host_bytes()
+        transfer = spec_.config.transfer
+        self._strays = Watch() if not uses_rdma(transfer) or counts_rdma(self._planes, "compute") else None
         self._warming: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
@@ -63,14 +66,16 @@ class LocalWorker:
             else:
                 return
 
-    def host_bytes(self) -> tuple[list[InterfaceBytes], int]:
+    def host_bytes(self, now: float, root: Path = Path("/")) -> tuple[list[InterfaceBytes], int]:
         """Return what the interfaces of this host's planes have carried, and the KV that compute's cannot have."""
-        found, totals = read(self._planes), self.core.ledger.totals()
-        if "compute" not in self._planes or self.spec.config.transfer.transport == "shm":
+        found = read(self._planes, root)  # before what has crossed: see `astray.py`
+        total = carried(found, "compute")
+        if self._strays is None or total is None:
             return found, 0
-        return found, self._off_plane.bytes(
-            *carried(found, "compute"), totals.received, totals.wire_bytes - totals.received
-        )
+        sends, takes = self.prefill.links, self.decode.links
+        crossed = Crossed(sends.moved.far, sends.moved.flying, takes.moved.far, takes.flying())
+        self._strays.look(now, total, crossed)
+        return found, self._strays.missing
 
     def take(self, roles: Sequence[Role]) -> wire.Health:
         """Take requests of these roles alone; those under way go on. Raises RefusalError for decode without a port for control connections."""
@@ -83,9 +88,9 @@ class LocalWorker:
     def health(self) -> wire.Health:
         """Return the worker's state and load."""
         core, speed = self.core, self.core.engine.speed
-        running = core.engine.running
-        self.core.ledger.read(self.decode.links)
-        carried_, off_plane = self.host_bytes()
+        running, now = core.engine.running, time.monotonic()
+        self._count()
+        carried_, off_plane = self.host_bytes(now)
         return wire.Health(
             status="draining" if core.draining or not core.roles else "ok", role=self.spec.role, name=self.spec.name,
             pid=os.getpid(), model=self.spec.model_name, free_pages=core.cache.available, pages=core.pool.pages,
@@ -100,13 +105,13 @@ class LocalWorker:
                 for nic in self.decode.nics()
             ] if "decode" in core.roles else [],
             receipts=core.notary.count, host=socket.gethostname() if carried_ else "", interfaces=carried_,
-            off_plane_bytes=off_plane,
+            off_plane_bytes=off_plane, clock_s=now,
         )  # fmt: skip
 
     def debug(self, limit: int) -> WorkerState:
         """Return what `/debug/transfers` shows, at most `limit` of each kind of thing."""
         core = self.core
-        core.ledger.read(self.decode.links)
+        self._count()
         sides = (self.decode.transfers(), self.prefill.transfers())
         decodes = "decode" in core.roles or self.spec.role == "decode"
         state = WorkerState(
@@ -115,6 +120,10 @@ class LocalWorker:
             pool_states([core.pool]), session_states(self._rails), core.ledger.totals(),
             self.decode.nics() if decodes else [])  # fmt: skip
         return bounded(state, limit)
+
+    def _count(self) -> None:
+        self.core.ledger.read(self.decode.links)
+        self.core.ledger.read_sent(self.prefill.links)
 
     async def close(self) -> None:
         """End all requests, the engine, and the links."""

@@ -15,8 +15,8 @@ import msgspec
 
 from regauge import __version__
 from regauge.move.state import MAX_SHOWN
-from regauge.serve import anthropic, anthropic_replies, cards, openai, replies, usage
-from regauge.serve.debug import Overview
+from regauge.serve import anthropic, anthropic_replies, cards, openai, recent, replies, usage
+from regauge.serve.debug import Live, Overview
 
 PATH: Final = "/openapi.json"
 _JSON: Final = "application/json"
@@ -155,6 +155,21 @@ OPERATIONS: Final = (
     Operation(
         "/debug/transfers", "get", "How transfers, links and pools stand; on loopback alone", Overview, free=True,
         errors=(400, 403), parameters=(_LIMIT,),
+    ),
+    Operation(
+        "/debug/live", "get", "The metrics, and how all workers stand, in one answer; on loopback alone", Live, free=True,
+        errors=(400, 403), parameters=(_LIMIT,),
+    ),
+    Operation(
+        "/debug/requests", "get", "The newest requests; on loopback alone", recent.Requests, free=True,
+        errors=(400, 403), parameters=(_LIMIT,),
+    ),
+    Operation(
+        "/debug/trace/{id}", "get", "When each step of a request was; on loopback alone", recent.TimeLine, free=True,
+        errors=(400, 403, 404), parameters=(
+            {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}},
+            {"name": "format", "in": "query", "schema": {"enum": ["json", "perfetto"]}},
+        ),
     ),
     Operation(
         "/debug/why/{id}", "get", "Why a request went where it went; on loopback alone", cards.Routed, free=True,

@@ -18,16 +18,20 @@ from regauge import __version__
 from regauge.errors import ProtocolError
 from regauge.move.state import shown
 from regauge.observe import Metrics
-from regauge.serve import openapi, wire
+from regauge.serve import live, openapi, wire
 from regauge.serve.answer import JSON, Envelope, House
 from regauge.serve.cards import Health, Ready, Routed, Verdict, Version, WorkerHealth
 from regauge.serve.dashboard import Dashboard
 from regauge.serve.debug import Overview, is_loopback
 from regauge.serve.openai import ApiError, bad
+from regauge.serve.perfetto import trace_events
+from regauge.serve.recent import MOST_REQUESTS
 from regauge.serve.relay import Service
 from regauge.serve.workers import view
 
 WHY_PATH: Final = "/debug/why"
+REQUESTS_PATH: Final = "/debug/requests"
+TRACE_PATH: Final = "/debug/trace"
 MANAGEMENT: Final = "regauge.management"
 """Of a scope's state: the request came in by the management plane's listener."""
 
@@ -61,6 +65,9 @@ class Operations:
             Route("/version", self.version),
             Route(openapi.PATH, self.document),
             Route(wire.DEBUG_PATH, self.debug),
+            Route(live.PATH, self.live),
+            Route(REQUESTS_PATH, self.requests),
+            Route(f"{TRACE_PATH}/{{id}}", self.trace),
             Route(f"{WHY_PATH}/{{id}}", self.why),
             *Dashboard(_need_loopback).routes(),
         ]
@@ -102,11 +109,7 @@ class Operations:
     async def debug(self, request: Request) -> Response:
         """`GET /debug/transfers`: how transfers, links and pools of all workers stand; for this machine only."""
         _need_loopback(request, wire.DEBUG_PATH)
-        limit = request.query_params.get("limit")
-        try:
-            count = shown(limit)
-        except ProtocolError as error:
-            raise bad("limit", str(error)) from error
+        count = _limit(request)
         fleet = self._service.fleet
         views = await asyncio.gather(*(view(worker, count) for worker in fleet.ordered()))
         overview = Overview(
@@ -114,22 +117,59 @@ class Operations:
         )
         return Response(msgspec.json.encode(overview), media_type=JSON)
 
+    async def live(self, request: Request) -> Response:
+        """`GET /debug/live`: the metrics, and how all workers stand, in one answer; for this machine only."""
+        _need_loopback(request, live.PATH)
+        service = self._service
+        found = await live.look(service.fleet, self._metrics, service.model, self._house.choices, _limit(request))
+        return _json(found)
+
     async def why(self, request: Request) -> Response:
         """`GET /debug/why/{id}`: how a request was routed, by its X-Request-Id or a receipt's id; for this machine only."""
         _need_loopback(request, WHY_PATH)
         name, journal = request.path_params["id"], self._service.fleet.router.journal
         found = [record for each in self._service.names.of(name) if (record := journal.of(each)) is not None]
         if not found:
-            message = (
-                f"request {name!r} is not known to this gateway process: it keeps the newest route.keep_routes alone"
-            )
-            raise ApiError(404, message, code="request_not_found")
+            raise _unknown(name, "route.keep_routes")
         return _json(Routed([{**record.data(), "text": record.text()} for record in found]))
+
+    async def requests(self, request: Request) -> Response:
+        """`GET /debug/requests`: the newest requests of this gateway process; for this machine only."""
+        _need_loopback(request, REQUESTS_PATH)
+        return _json(self._service.recent.newest(_limit(request)))
+
+    async def trace(self, request: Request) -> Response:
+        """`GET /debug/trace/{id}`: a request's time line, with `?format=perfetto` for ui.perfetto.dev; for this machine only."""
+        _need_loopback(request, TRACE_PATH)
+        name, kind = request.path_params["id"], request.query_params.get("format", "json")
+        if kind not in ("json", "perfetto"):
+            raise bad("format", "format must be json or perfetto")
+        found = self._service.recent.of(name)
+        if found is None:
+            raise _unknown(name, str(MOST_REQUESTS))
+        if kind == "json":
+            return _json(found)
+        answer = _json(trace_events(found))
+        answer.headers["content-disposition"] = 'attachment; filename="regauge-trace.json"'
+        return answer
 
 
 def public(routes: Iterable[Route]) -> list[Route]:
     """Return those that stay for clients where the management plane has a listener of its own."""
     return [route for route in routes if route.path in ("/health", "/ready", "/version", openapi.PATH)]
+
+
+def _unknown(name: str, most: str) -> ApiError:
+    message = f"request {name!r} is not known to this gateway process: it keeps the newest {most} alone"
+    return ApiError(404, message, code="request_not_found")
+
+
+def _limit(request: Request) -> int:
+    """Return the query's `limit`. Raises ApiError."""
+    try:
+        return shown(request.query_params.get("limit"))
+    except ProtocolError as error:
+        raise bad("limit", str(error)) from error
 
 
 def _need_loopback(request: Request, path: str) -> None:

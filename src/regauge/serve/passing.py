@@ -31,9 +31,11 @@ from regauge.serve.lives import settled
 from regauge.serve.passage import Deliver, Passage, Refused
 from regauge.serve.passthrough import MESSAGES, Asked
 from regauge.serve.protocol import GONE
+from regauge.serve.recent import Story, Tried
 from regauge.serve.relay import ALONE, Service
 from regauge.serve.replies import failed as openai_failed
 from regauge.serve.tenants import Grant
+from regauge.serve.told import transferred
 from regauge.serve.workers import Worker
 
 BYTES_PER_TOKEN: Final = 4
@@ -69,7 +71,10 @@ class PassJob:
         self._sender = sender
         self._service = service
         self._deadline = asyncio.get_running_loop().time() + service.limit_s
-        self._arrived = time.monotonic()
+        self.story = Story()
+        self._tried: Tried
+        """What is kept of the latest attempt."""
+        self._arrived = self.story.arrived
         self._first: float | None = None
         self.task: asyncio.Task[Any] | None = None
         """What runs it, and is ended with it."""
@@ -113,6 +118,14 @@ class PassJob:
 
     async def run(self, deliver: Deliver) -> None:
         """Hand the answer's bytes over; what its head is `passage` knows. Raises what ended it."""
+        outcome = "failed"
+        try:
+            await self._run(deliver)
+            outcome = "complete"
+        finally:
+            self._service.metrics.ended("cancelled" if isinstance(self.failed, ClientGone) else outcome)
+
+    async def _run(self, deliver: Deliver) -> None:
         life, fleet = self._life, self._service.fleet
         step: Start | Resume | Stop = life.begin(fleet.now())
         if isinstance(step, Stop):
@@ -121,6 +134,7 @@ class PassJob:
         async def first(chunk: bytes) -> None:
             if self._first is None:
                 self._first = time.monotonic()
+                self._tried.token(self._first)
                 if self._asked.stream:
                     life.first_token(fleet.now())
             await deliver(chunk)
@@ -140,8 +154,10 @@ class PassJob:
                 life.finished(fleet.now(), "cancelled")
                 raise
             except (WorkerLost, WorkerError, RequestTimeout, ProtocolError) as error:
+                self._tried.error = str(error)
                 step = await self._after(passage, error)
             finally:
+                self._keep(passage, outcome)
                 self._account(passage, route, outcome)
 
     def _passage(self, name: str, route: Route) -> Passage:
@@ -150,6 +166,7 @@ class PassJob:
         self.attempts += 1
         if route.prefill is None:
             self._service.metrics.bypassed.inc()
+        self._tried = self.story.attempt(name, route.prefill, route.decode, self.path or ALONE)
         prefill = None if route.prefill is None else fleet.workers[route.prefill]
         return Passage(
             self._asked, name, room.new_transfer(), None if prefill is None else _client(prefill), _client(fleet.workers[route.decode]),
@@ -192,7 +209,13 @@ class PassJob:
                 seconds=time.monotonic() - self._arrived,
             )
         if event is not None:
-            metrics.transfer(path=event.path, mode=event.mode, wire_bytes=event.wire_bytes, seconds=event.seconds)
+            transferred(metrics, event)
+
+    def _keep(self, passage: Passage, outcome: Outcome) -> None:
+        tried, now = self._tried, time.monotonic()
+        if passage.arrival is not None:
+            tried.arrived = self._first or now, passage.arrival
+        tried.end(now, outcome)
 
     def _account(self, passage: Passage, route: Route, outcome: Outcome) -> None:
         """Leave the gateway's receipt; these engines make none."""
@@ -238,7 +261,7 @@ class PassAnswer:
             self._house.leave(job)
             self._note(scope, summary)
         if error is not None:
-            summary[observe.ERROR] = str(error)
+            summary[observe.ERROR] = job.story.error = str(error)
             if task is not None and task.cancelling():
                 task.uncancel()
 
@@ -246,6 +269,8 @@ class PassAnswer:
         job = self._job
         usage = job.passage.used if job.passage is not None else None
         event = job.passage.arrival if job.passage is not None else None
+        tokens = (usage.prompt_tokens, usage.completion_tokens) if usage else (job.prompt_tokens, 0)
+        job.story.end(summary.get(observe.ERROR), job.ttft_s, *tokens)
         summary |= {
             observe.PATH: job.path,
             observe.MODE: event.mode if event else None,

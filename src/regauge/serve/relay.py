@@ -28,14 +28,16 @@ from regauge.serve import wire, words
 from regauge.serve.attempt import Attempt, Spawn, Task
 from regauge.serve.choice import Choice, ChoiceText
 from regauge.serve.connection import RequestTimeout, WorkerError, WorkerLost
-from regauge.serve.failures import blame, refused
+from regauge.serve.failures import ClientGone, blame, refused
 from regauge.serve.fleet import Fleet
 from regauge.serve.lives import settled
 from regauge.serve.metering import Meter
 from regauge.serve.names import Names
 from regauge.serve.openai import ApiError
+from regauge.serve.recent import Recent, Story, Tried
 from regauge.serve.replies import Delta, PromptDetails, Usage
 from regauge.serve.text import Tokenizer
+from regauge.serve.told import transferred
 
 ALONE: Final = "NONE"
 """Path of a prompt that decode computed itself."""
@@ -57,6 +59,7 @@ class Service:
     """Most seconds of a request."""
     wait_s: float
     """Most seconds that a request which has lost its workers waits for others to come."""
+    recent: Recent = field(default_factory=Recent)
 
 
 @dataclass
@@ -97,7 +100,8 @@ class Job:
     ) -> None:
         """`salt`: whose prompts alone may share this one's prefix in caches; empty: everybody's without one."""
         self.choices = choices
-        self.tally = Tally(time.monotonic())
+        self.story = Story()
+        self.tally = Tally(self.story.arrived)
         self.tenant = tenant
         self.priority = priority
         self.salt = salt
@@ -107,6 +111,8 @@ class Job:
         self._queue: asyncio.Queue[Delta | BaseException] = asyncio.Queue()
         self._tasks: set[asyncio.Task[None]] = set()
         self._complete = False
+        self.gone = False
+        """The client went away."""
 
     async def deltas(self) -> AsyncGenerator[list[Delta], None]:
         """Start the choices and yield their deltas, as many as there are at a time. Raises what ended a choice."""
@@ -145,6 +151,7 @@ class Job:
 
     def fail(self, error: RegaugeError) -> None:
         """End the job from outside: `deltas` raises the error."""
+        self.gone = isinstance(error, ClientGone)
         self._queue.put_nowait(error)
 
     async def close(self) -> None:
@@ -202,6 +209,8 @@ class _Run:
         self._placed: Start | None = None
         self._token_at = 0.0
         """When the latest token came."""
+        self._tried: Tried
+        """What is kept of the latest attempt."""
 
     def place(self) -> None:
         """Find a place for the first attempt. Raises ApiError where there is none."""
@@ -217,6 +226,13 @@ class _Run:
 
     async def run(self) -> None:
         """Try until the answer is complete. Raises what ended it."""
+        try:
+            await self._run()
+        finally:
+            outcome = "complete" if self._complete else "cancelled" if self._job.gone else "failed"
+            self._service.metrics.ended(outcome)
+
+    async def _run(self) -> None:
         step: Action | None = self._placed
         while isinstance(step, Start | Resume):
             attempt = self._attempt(step)
@@ -244,6 +260,8 @@ class _Run:
             wire.MeterTag(self._job.tenant, route.prefill or "", route.decode, route.header, self._resumes)
             if self._service.meter is not None else None, self._job.salt,
         )  # fmt: skip
+        path = fleet.pairs.verdict(route.prefill, route.decode).path if route.prefill else ALONE
+        self._tried = self._job.story.attempt(step.request.id, route.prefill, route.decode, path)
         prefill = None if route.prefill is None else fleet.workers[route.prefill]
         return Attempt(
             task, prefill, fleet.workers[route.decode], self._job.deadline, self._job.headers, self._service.spawn
@@ -269,6 +287,7 @@ class _Run:
         elif attempt.delivered > 1:
             self._service.metrics.itl.observe(now - self._token_at)
         self._token_at = now
+        self._tried.token(now, attempt.arrival)
         if attempt.delivered == 1:
             self._cached(attempt)
         delta = text.push(event)
@@ -287,17 +306,19 @@ class _Run:
 
     def _prefilled(self, attempt: Attempt, reply: wire.Prefilled) -> None:
         self._cached(attempt)
+        self._tried.prefilled = time.monotonic(), reply
         self._life.prefilled(self._now(), reply.cached_tokens, reply.computed_tokens)
-        self._service.metrics.transfer_exposed.observe(reply.transfer_seconds)
+        self._service.metrics.transfers.exposed.observe(reply.transfer_seconds)
+        self._service.metrics.queued("prefill", reply.queue_seconds)
 
     def _arrived(self, attempt: Attempt) -> None:
         event, tally = attempt.arrival, self._job.tally
         if event is not None:
             tally.mode = event.mode
             tally.wire_bytes += event.wire_bytes
-            self._service.metrics.transfer(
-                path=event.path, mode=event.mode, wire_bytes=event.wire_bytes, seconds=event.seconds
-            )
+            transferred(self._service.metrics, event)
+        if attempt.finish is not None:
+            self._service.metrics.queued("decode", attempt.finish.queue_seconds)
 
     async def _after(
         self, attempt: Attempt, error: WorkerLost | WorkerError | RequestTimeout | ProtocolError
@@ -305,6 +326,7 @@ class _Run:
         """Say what is next after a failed attempt. Raises the error where nothing is."""
         fleet, life, now = self._service.fleet, self._life, self._now()
         self._arrived(attempt)
+        self._tried.error = str(error)
         blamed = blame(error, attempt.prefill.client.name if attempt.prefill else None, attempt.decode.client.name)
         if blamed is None:
             life.finished(now, "failed")
@@ -366,6 +388,7 @@ class _Run:
 
     def _end(self, attempt: Attempt, outcome: Outcome) -> None:
         """Leave the attempt's receipts."""
+        self._tried.end(time.monotonic(), outcome, attempt.finish)
         if outcome == "cancelled" and not self._complete:
             self._life.finished(self._now(), "cancelled")
         meter, tag = self._service.meter, attempt.task.meter

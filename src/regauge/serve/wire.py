@@ -34,6 +34,7 @@ from regauge.config import EngineName, Port, Role, ServeConfig
 from regauge.engines.local.sampling import SamplingParams as SamplingParams  # noqa: PLC0414  # re-exported
 from regauge.errors import ConfigError, ProtocolError
 from regauge.meter.receipt import MAX_TEXT
+from regauge.move.protocol import Stages
 from regauge.plan.cost import Mode
 from regauge.serve.health import Health as Health  # noqa: PLC0414  # re-exported
 from regauge.serve.health import NicLoad as NicLoad  # noqa: PLC0414  # re-exported
@@ -50,8 +51,7 @@ WORKER_HOST: Final = "127.0.0.1"
 """Where a worker answers its gateway, which is on the same machine."""
 NDJSON: Final = "application/x-ndjson"
 
-MAX_RECEIPTS: Final = 1_000
-"""Most receipts in one answer."""
+MAX_RECEIPTS: Final = 1_000  # in one answer
 
 LOWEST_LOGPROB: Final = -9999.0
 """JSON has no infinity: a token of probability zero is sent with this log-probability."""
@@ -109,7 +109,7 @@ class MeterTag(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Generate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """To the decode worker: reserve pages, await the transfer, decode.
+    """To the decode worker: reserve pages for the prompt, `token_ids`, await the transfer, decode.
 
     `token_ids` and `generated` together are the text so far; `sampling` is that of the whole answer, `max_tokens` and `min_tokens` of which `generated` are there.
     """
@@ -117,7 +117,6 @@ class Generate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     request_id: str
     transfer_id: str
     token_ids: list[int]
-    """The prompt."""
     sampling: SamplingParams
     prefill: list[str]
     """Names of the prefill worker's ranks, in order, that will send the KV cache; none: compute it here (`Health.computes`)."""
@@ -130,12 +129,11 @@ class Generate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Prefill(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """To the prefill worker: compute the prompt's KV cache and the first token, deliver both."""
+    """To the prefill worker: compute the KV cache of the prompt, `token_ids`, and the first token, deliver both."""
 
     request_id: str
     transfer_id: str
     token_ids: list[int]
-    """The prompt."""
     sampling: SamplingParams
     decode: dict[str, tuple[str, Port]]
     """Control addresses of the decode worker's ranks, by name, in order: they take the KV cache."""
@@ -149,7 +147,7 @@ class Prefill(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TransferEvent(msgspec.Struct, frozen=True, tag_field="type", tag="transfer"):
-    """The KV cache is here: the verdict's path, bytes on the wire, pages filled, seconds from grant to commit."""
+    """The KV cache is here: the verdict's path, bytes on the wire, pages filled, seconds from grant to commit, boxes (0, None: not known), stages."""
 
     path: str
     mode: Mode
@@ -158,6 +156,8 @@ class TransferEvent(msgspec.Struct, frozen=True, tag_field="type", tag="transfer
     seconds: float
     cached_tokens: int | None = None
     """Of the prompt, that prefill had cached, as its hand-over says; None: it does not."""
+    spans: int = 0
+    stages: Stages | None = None
 
 
 class TokenEvent(msgspec.Struct, frozen=True, tag_field="type", tag="token", omit_defaults=True):
@@ -173,7 +173,7 @@ class TokenEvent(msgspec.Struct, frozen=True, tag_field="type", tag="token", omi
 
 
 class FinishEvent(msgspec.Struct, frozen=True, tag_field="type", tag="finish"):
-    """The stream's good end: a stop token ("stop"), or max_tokens or the context limit ("length")."""
+    """The stream's good end: a stop token ("stop"), or max_tokens or the context limit ("length"). `queue_seconds`: until it had pages and, without a prefill worker, its turn."""
 
     reason: Literal["stop", "length"]
     prompt_tokens: int
@@ -182,6 +182,7 @@ class FinishEvent(msgspec.Struct, frozen=True, tag_field="type", tag="finish"):
     """Of a prompt that this worker computed itself."""
     receipt: str = ""
     """One line of JSON, as `meter.receipt.encode` writes it; empty: the request is not metered. Likewise below."""
+    queue_seconds: float | None = None
 
 
 class ErrorEvent(msgspec.Struct, frozen=True, tag_field="type", tag="error"):
@@ -194,7 +195,7 @@ class ErrorEvent(msgspec.Struct, frozen=True, tag_field="type", tag="error"):
 
 
 class Prefilled(msgspec.Struct, frozen=True, tag_field="type", tag="prefilled"):
-    """The KV cache is committed. `prefill_seconds` is computing, `transfer_seconds` what came after."""
+    """The KV cache is committed. `queue_seconds` went by before, `prefill_seconds` is computing, `transfer_seconds` what came after."""
 
     first_token: int
     computed_tokens: int
@@ -205,6 +206,7 @@ class Prefilled(msgspec.Struct, frozen=True, tag_field="type", tag="prefilled"):
     top: list[tuple[int, float]] | None = None
     """Of the first token, where they were asked for and the hand-over does not carry them."""
     receipt: str = ""
+    queue_seconds: float | None = None
 
 
 class Aborted(msgspec.Struct, frozen=True):

@@ -102,6 +102,11 @@ class Worker(abc.ABC):
         self.core.uncomputed[body.request_id] -= leased.cached
         return text, leased
 
+    def _queued(self, body: wire.Generate | wire.Prefill, began: float) -> float | None:
+        """Return how long a request waited whose prompt was computed here; None: nothing was."""
+        taken_up = self.engine.taken_up(body.request_id)
+        return None if taken_up is None else taken_up - began
+
     def _computed(self, body: wire.Generate | wire.Prefill, account: Account, tokens: int) -> None:
         """Note that so many tokens of a request's text are there."""
         self.core.uncomputed[body.request_id] = account.prompt - tokens
@@ -157,8 +162,10 @@ class DecodeWorker(Worker):
     async def _generate(self, body: wire.Generate, events: asyncio.Queue[wire.Event], account: Account) -> None:
         arrived: Arrival | None = None
         text: Prompt | None = None
+        began, queued = time.monotonic(), None
         if body.prefill:
             leased = await self.admission.lease(body.transfer_id, self._pages(body))
+            queued = time.monotonic() - began
             arrived = await self._arrival(body, account)
         else:
             text, leased = await self._lease(body, account)
@@ -175,6 +182,8 @@ class DecodeWorker(Worker):
                         len(leased.pages),
                         arrived.seconds,
                         first.cached[0] if first.cached is not None else None,
+                        arrived.spans,
+                        arrived.stages,
                     )
                 )
                 events.put_nowait(wire.TokenEvent(first.token, first.logprob, first.top, first.seed))
@@ -199,6 +208,7 @@ class DecodeWorker(Worker):
                     account.generated,
                     None if body.prefill else account.cached,
                     account.close("complete"),
+                    self._queued(body, began) if queued is None else queued,
                 )
             )
         finally:
@@ -265,16 +275,16 @@ class PrefillWorker(Worker):
 
     async def prefill(self, body: wire.Prefill) -> wire.Prefilled:
         """Serve one request. Raises RegaugeError for what went wrong."""
-        account = self._open(body)
+        account, began = self._open(body), time.monotonic()
         try:
-            return await self._prefill(body, account)
+            return await self._prefill(body, account, began)
         except asyncio.CancelledError:
             account.close("cancelled")
             raise
         finally:
             account.close("failed")  # whatever broke; unless it has ended otherwise
 
-    async def _prefill(self, body: wire.Prefill, account: Account) -> wire.Prefilled:
+    async def _prefill(self, body: wire.Prefill, account: Account, began: float) -> wire.Prefilled:
         if not body.decode:
             raise RefusalError("bad_request", "decode is empty: name the ranks that take the KV cache")
         text, leased = await self._lease(body, account)
@@ -286,7 +296,8 @@ class PrefillWorker(Worker):
                 body.transfer_id, body.decode, [PageTable(pages)], account.prompt, quiet.set)  # fmt: skip
             self.ledger.watch(out.finished)
             await out.wait_granted()
-            return await self._compute(body, text, leased, out, account)
+            done = await self._compute(body, text, leased, out, account)
+            return msgspec.structs.replace(done, queue_seconds=self._queued(body, began))
         except RegaugeError as error:
             if out is None:
                 self.ledger.failed(error)

@@ -11,9 +11,8 @@ from datetime import UTC, datetime
 from typing import Final
 
 from regauge.errors import ProtocolError, RegaugeError
-from regauge.move.state import Totals
 from regauge.observe import ERROR, ROLE, WORKER, Metrics, get_logger
-from regauge.serve import wire
+from regauge.serve import told, wire
 from regauge.serve.connection import Connection, RequestTimeout, WorkerError, WorkerLost
 from regauge.serve.debug import WorkerView
 
@@ -53,9 +52,8 @@ class Worker:
         self._metrics = metrics
         self._policy = policy
         self._missed = 0
-        self._pid = 0
-        self._counted = Totals()
-        """What is in the metrics of the process `_pid`."""
+        self._counted: wire.Health | None = None
+        """The latest whose totals are in the metrics."""
         self._doubt = asyncio.Event()
         self._told = told
         self.begun = 0
@@ -122,27 +120,10 @@ class Worker:
                     pages=health.pages,
                     quarantined_pages=health.quarantined_pages,
                 )
-            self._count(health)
+            told.count(self._metrics, self.client, health, self._counted)
+            self._counted = health
             return health
         return None
-
-    def _count(self, health: wire.Health) -> None:
-        """Add what the worker's totals have grown by; a restarted one begins anew."""
-        before = self._counted if health.pid == self._pid else Totals()
-        after = health.transfers
-        self._metrics.worker_trouble(
-            self.client.name,
-            self.client.role,
-            failed={reason: n - before.failed.get(reason, 0) for reason, n in after.failed.items()},
-            resent_chunks=after.resent - before.resent,
-            resumed_legs=after.resumed - before.resumed,
-            delivered=after.delivered - before.delivered,
-            chunks=after.chunks - before.chunks,
-        )
-        if health.host and self._metrics.counts_workers:
-            self._metrics.planes.host(health.host, self.client.name, health.interfaces)
-            self._metrics.planes.off_plane.labels(self.client.name, self.client.role).set(health.off_plane_bytes)
-        self._counted, self._pid = after, health.pid
 
     def _note(self, up: bool, reason: str) -> None:
         if up != self.up:
@@ -165,4 +146,5 @@ async def view(worker: Worker, limit: int) -> WorkerView:
         state = await worker.client.debug(limit, asyncio.get_running_loop().time() + DEBUG_S)
     except RegaugeError as error:
         reason = str(error)
-    return WorkerView(worker.client.name, worker.client.role, worker.up, worker.since, reason, state)
+    host = worker.health.host if worker.health is not None else ""
+    return WorkerView(worker.client.name, worker.client.role, worker.up, worker.since, reason, state, host)

@@ -41,6 +41,9 @@ class EngineThread:
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._callbacks: dict[str, _Callbacks] = {}
         self._aborting: set[str] = set()
+        self._began: dict[str, float] = {}
+        """Of requests whose prompt is computed here: when the step began that took it up."""
+        self._step_began = 0.0
         self.speed = Speed()
         self.failed: asyncio.Future[None] = self._loop.create_future()
         """Raises what ended the thread, if anything does."""
@@ -51,6 +54,10 @@ class EngineThread:
     def running(self) -> int:
         """Requests that the engine knows."""
         return len(self._callbacks)
+
+    def taken_up(self, request_id: str) -> float | None:
+        """Return when the step began that first computed something of a request's prompt, by CLOCK_MONOTONIC, until `abort`; None: none has."""
+        return self._began.get(request_id)
 
     async def add(self, request: Request, on_output: OnOutput, on_layers: OnLayers | None = None) -> None:
         """Start a request. Raises EngineError that says why it is refused."""
@@ -63,6 +70,7 @@ class EngineThread:
 
     async def abort(self, request_id: str) -> None:
         """End a request; when this returns, the engine does not touch its pages any more. Unknown ones are over, and not waited for."""
+        self._began.pop(request_id, None)
         if self._callbacks.pop(request_id, None) is None and request_id not in self._aborting:
             return  # so is the step that it ended with
         self._aborting.add(request_id)
@@ -96,7 +104,7 @@ class EngineThread:
         try:
             while self._obey():
                 if self._scheduler.has_work:
-                    begun = time.monotonic()
+                    begun = self._step_began = time.monotonic()
                     outputs = self._scheduler.step(self._on_layer)
                     seconds = time.monotonic() - begun
                     self._loop.call_soon_threadsafe(self._deliver, outputs, self._scheduler.work, seconds)
@@ -117,10 +125,12 @@ class EngineThread:
             command()
 
     def _on_layer(self, request_id: str, layer: int, start: int, count: int) -> None:
-        self._loop.call_soon_threadsafe(self._mark, request_id, layer, start, count)
+        self._loop.call_soon_threadsafe(self._mark, self._step_began, request_id, layer, start, count)
 
-    def _mark(self, request_id: str, layer: int, start: int, count: int) -> None:
+    def _mark(self, began: float, request_id: str, layer: int, start: int, count: int) -> None:
         callbacks = self._callbacks.get(request_id)
+        if callbacks is not None:
+            self._began.setdefault(request_id, began)
         if callbacks is not None and callbacks.layers is not None:
             callbacks.layers(layer, start, count)
 

@@ -1,5 +1,6 @@
 // Lines over time. Colours come from the page's, so that they follow its light and dark; each line has a name in the legend.
 
+import { clock } from "./text.js";
 import uPlot from "./uplot/uPlot.esm.js";
 
 const SPAN_S = 300;
@@ -24,7 +25,7 @@ export class Chart {
     const strokes = ["--one", "--two", "--three"].map(colour), dashes = [[], [8, 4], [2, 3]];
     const axis = { stroke: colour("--soft"), grid: { stroke: colour("--line"), width: 1 }, ticks: { stroke: colour("--line"), width: 1 } };
     const series = this.names.map((label, i) => ({ label, stroke: strokes[i], dash: dashes[i], width: 2, points: { show: false } }));
-    this.plot = new uPlot({ ...this.size(), series: [{}, ...series], axes: [axis, { ...axis, size: 72, values: (_, marks) => marks.map(this.write) }],
+    this.plot = new uPlot({ ...this.size(), series: [{}, ...series], axes: [{ ...axis, values: (_, marks) => marks.map((at) => clock(at).slice(0, 5)) }, { ...axis, size: 88, values: (_, marks) => marks.map(this.write) }],
       scales: { x: { range: () => [(this.data[0].at(-1) ?? Date.now() / 1000) - SPAN_S, this.data[0].at(-1) ?? Date.now() / 1000] }, y: { range: (_, low, high) => [0, high > 0 ? high * 1.1 : 1] } }, cursor: { show: false }, legend: { live: false } }, this.data, this.element);
     this.element.querySelector("canvas")?.setAttribute("aria-hidden", "true");
   }

@@ -8,15 +8,26 @@ export function bytes(count) {
   return `${at ? count.toFixed(1) : Math.round(count)} ${units[at]}`;
 }
 
+export function perSecond(value) {
+  return value === null || value === undefined ? "-" : `${bytes(value)}/s`;
+}
+
 export function seconds(value) {
-  if (value === null || value === undefined) return "-";
+  if (value === null || value === undefined || Number.isNaN(value)) return "-";
+  if (value === 0) return "0 s";
   return value < 1 ? `${(value * 1000).toFixed(value < 0.1 ? 1 : 0)} ms` : `${value.toFixed(2)} s`;
 }
 
 export function share(value) {
-  return value === null || Number.isNaN(value) ? "-" : `${(100 * value).toFixed(1)} %`;
+  if (value === null || value === undefined || Number.isNaN(value)) return "-";
+  return value > 0 && value < 0.0005 ? "under 0.1 %" : `${(100 * value).toFixed(1)} %`;
 }
 
 export function whole(value) {
+  if (value === null || value === undefined) return "-";
   return Number.isInteger(value) ? value.toLocaleString("en") : value.toFixed(2);
+}
+
+export function clock(unixSeconds) {
+  return new Date(1000 * unixSeconds).toLocaleTimeString("en-GB");
 }
