@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from needed import AXE
@@ -78,6 +79,12 @@ def colours(driver: webdriver.Chrome, *, dark: bool) -> None:
     driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
 
 
+def size(driver: webdriver.Chrome, width: int, height: int = 1000) -> None:
+    """Let the page be so wide; a window cannot be narrower than 500."""
+    shown = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", shown)
+
+
 def picture(driver: webdriver.Chrome, name: str, *, whole: bool = True) -> None:
     """Leave a picture for a person to look at."""
     PICTURES.mkdir(parents=True, exist_ok=True)
@@ -85,7 +92,5 @@ def picture(driver: webdriver.Chrome, name: str, *, whole: bool = True) -> None:
         driver.execute_script(f"return {each}")
         for each in ("innerWidth", "document.documentElement.scrollHeight" if whole else "innerHeight")
     )
-    shown = {"width": width, "height": min(height, 4000), "deviceScaleFactor": 1, "mobile": False}
-    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", shown)
+    size(driver, width, min(height, 4000))
     driver.save_screenshot(str(PICTURES / f"{name}.png"))
-    driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})

@@ -19,7 +19,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "serve"))
 if why := missing():
     raise pytest.UsageError(why)
 
+from browser import chromium
 from deployment import Served, launch
+from selenium.webdriver import Chrome
 
 
 @pytest.fixture(scope="session")
@@ -37,3 +39,20 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     yield made
     made.process.send_signal(signal.SIGINT)
     made.process.wait(60)
+
+
+@pytest.fixture(scope="session")
+def _browser() -> Iterator[Chrome]:
+    with chromium() as driver:
+        yield driver
+
+
+@pytest.fixture
+def page(_browser: Chrome) -> Chrome:
+    """The browser at an empty page, with nothing pretended and nothing complained of."""
+    _browser.get("about:blank")
+    _browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+    _browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+    _browser.execute_cdp_cmd("Page.setBypassCSP", {"enabled": False})
+    _browser.get_log("browser")
+    return _browser

@@ -7,8 +7,8 @@ import math
 import random
 
 import pytest
-from browser import chromium
 from deployment import Served
+from selenium.webdriver import Chrome
 
 from regauge.percentiles import percentile
 from regauge.rates import Sample, rate
@@ -34,7 +34,7 @@ def cumulative(dice: random.Random, below: dict[float, float]) -> dict[float, fl
     return found
 
 
-def test_percentiles_are_pythons(served: Served) -> None:
+def test_percentiles_are_pythons(page: Chrome, served: Served) -> None:
     dice = random.Random(7)
     cases = []
     for _ in range(400):
@@ -43,20 +43,18 @@ def test_percentiles_are_pythons(served: Served) -> None:
     wired = [
         [q, *([[None if math.isinf(b) else b, n] for b, n in part.items()] for part in parts)] for q, *parts in cases
     ]
-    with chromium() as page:
-        page.get(f"{served.url}/dashboard")
-        found = page.execute_async_script(QUANTILES, json.loads(json.dumps(wired)))
+    page.get(f"{served.url}/dashboard")
+    found = page.execute_async_script(QUANTILES, json.loads(json.dumps(wired)))
     wanted = [percentile(*case) for case in cases]
     assert sum(value is None for value in wanted) in range(5, 200)
     assert found == [None if value is None else pytest.approx(value) for value in wanted]
 
 
-def test_rates_are_pythons(served: Served) -> None:
+def test_rates_are_pythons(page: Chrome, served: Served) -> None:
     dice = random.Random(8)
     cases = [(dice.randrange(100), dice.randrange(100), dice.choice((-1.0, 0.0, 0.5, 2.0))) for _ in range(200)]
-    with chromium() as page:
-        page.get(f"{served.url}/dashboard")
-        found = page.execute_async_script(RATES, cases)
+    page.get(f"{served.url}/dashboard")
+    found = page.execute_async_script(RATES, cases)
     wanted = [rate(Sample(before, 10.0), Sample(after, 10.0 + seconds)) for before, after, seconds in cases]
     assert None in wanted
     assert found == [None if value is None else pytest.approx(value) for value in wanted]

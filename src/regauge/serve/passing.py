@@ -83,6 +83,7 @@ class PassJob:
         text = prompt_bytes(asked)
         self.prompt_tokens = max(len(text) // BYTES_PER_TOKEN, 1)
         """Estimated."""
+        self.story.prompt_tokens = self.prompt_tokens
         salt = sender.salt.encode() + b"\0" + asked.salt if asked.salt else sender.salt.encode()
         blocks = hash_bytes(text, fleet.router.config.block_tokens * BYTES_PER_TOKEN, salt)
         alone = frozenset(worker.client.name for worker in fleet.of("prefill")) if asked.alone else frozenset[str]()

@@ -111,6 +111,7 @@ class Job:
         self._queue: asyncio.Queue[Delta | BaseException] = asyncio.Queue()
         self._tasks: set[asyncio.Task[None]] = set()
         self._complete = False
+        self.story.prompt_tokens = self.usage().prompt_tokens
         self.gone = False
         """The client went away."""
 

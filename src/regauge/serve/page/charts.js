@@ -6,10 +6,12 @@ import uPlot from "./uplot/uPlot.esm.js";
 const SPAN_S = 300;
 
 export class Chart {
-  constructor(element, names, write) {
+  constructor(element, names, write, { least = 1, steps } = {}) {
     this.element = element;
     this.names = names;
     this.write = write;
+    this.least = least; // of the axis, where there is nothing
+    this.steps = steps;
     this.data = [[], ...names.map(() => [])];
     this.draw();
     new ResizeObserver(() => this.plot.setSize(this.size())).observe(element);
@@ -25,8 +27,8 @@ export class Chart {
     const strokes = ["--one", "--two", "--three"].map(colour), dashes = [[], [8, 4], [2, 3]];
     const axis = { stroke: colour("--soft"), grid: { stroke: colour("--line"), width: 1 }, ticks: { stroke: colour("--line"), width: 1 } };
     const series = this.names.map((label, i) => ({ label, stroke: strokes[i], dash: dashes[i], width: 2, points: { show: false } }));
-    this.plot = new uPlot({ ...this.size(), series: [{}, ...series], axes: [{ ...axis, values: (_, marks) => marks.map((at) => clock(at).slice(0, 5)) }, { ...axis, size: 88, values: (_, marks) => marks.map(this.write) }],
-      scales: { x: { range: () => [(this.data[0].at(-1) ?? Date.now() / 1000) - SPAN_S, this.data[0].at(-1) ?? Date.now() / 1000] }, y: { range: (_, low, high) => [0, high > 0 ? high * 1.1 : 1] } }, cursor: { show: false }, legend: { live: false } }, this.data, this.element);
+    this.plot = new uPlot({ ...this.size(), series: [{}, ...series], axes: [{ ...axis, values: (_, marks) => marks.map((at) => clock(at).slice(0, 5)) }, { ...axis, size: 88, ...(this.steps ? { incrs: this.steps } : {}), values: (_, marks) => marks.map(this.write) }],
+      scales: { x: { range: () => [(this.data[0].at(-1) ?? Date.now() / 1000) - SPAN_S, this.data[0].at(-1) ?? Date.now() / 1000] }, y: { range: (_, low, high) => [0, high > 0 ? high * 1.1 : this.least] } }, cursor: { show: false }, legend: { live: false, markers: { width: 3, dash: (_, i) => ["solid", "dashed", "dotted"][i - 1] } } }, this.data, this.element);
     this.element.querySelector("canvas")?.setAttribute("aria-hidden", "true");
   }
 

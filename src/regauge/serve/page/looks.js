@@ -5,11 +5,14 @@ import { all, rate, sum } from "./series.js";
 export const WINDOW_S = 60;
 const PAIR_S = 8, SLOW_MS = 10000;
 
+export class NoAnswer extends Error {}
+
+// Raises NoAnswer, in words for people, where the gateway does not give what was asked for.
 export async function ask(path) {
-  const answer = await fetch(path, { signal: AbortSignal.timeout(SLOW_MS) });
-  if (answer.ok) return answer.json();
+  const answer = await fetch(path, { signal: AbortSignal.timeout(SLOW_MS) }).catch((error) => { throw new NoAnswer(error.name === "TimeoutError" ? `nothing within ${SLOW_MS / 1000} s` : "the gateway cannot be reached"); });
   const told = await answer.json().catch(() => null);
-  throw Object.assign(new Error(told?.error?.message ?? `the gateway answers ${answer.status}`), { status: answer.status });
+  if (answer.ok && told) return told;
+  throw new NoAnswer(told?.error?.message ?? `the gateway answers ${answer.status}`);
 }
 
 export class Looks {
@@ -67,13 +70,13 @@ export function interfaces(before, now) {
   });
 }
 
-// How a worker's port on the compute plane is loaded: of its host's interfaces where they are told, else of its own transfers.
+// How a worker's port on the compute plane is loaded: of its host's interfaces where these tell their speed, else of its own transfers and the line rate
+// that its flow control was given; prefill has none.
 export function port(before, worker, ports) {
-  const own = worker.host ? ports.filter(({ host, plane }) => host === worker.host && plane === "compute") : [];
-  const known = own.filter((each) => each.rate !== null);
+  const own = worker.host ? ports.filter(({ host, plane, load }) => host === worker.host && plane === "compute" && load !== null) : [];
   if (own.length) {
-    const busiest = known.reduce((most, each) => (most === null || (each.load ?? 0) > (most.load ?? 0) ? each : most), null);
-    return { rate: busiest?.rate ?? null, load: busiest?.load ?? null, of: busiest ? `${busiest.name} ${busiest.direction}` : "" };
+    const busiest = own.reduce((most, each) => (each.load > most.load ? each : most));
+    return { rate: busiest.rate, load: busiest.load, of: `${busiest.name} ${busiest.direction}` };
   }
   const found = moved(before, worker);
   const line = (worker.state?.nics ?? []).reduce((total, nic) => total + nic.line_bytes_per_s, 0);

@@ -1,7 +1,7 @@
 // The page: asks the gateway every two seconds, and shows what came. When nothing comes it says so, and asks on.
 
 import { Chart } from "./charts.js";
-import { ask, interfaces, landed, Looks, port } from "./looks.js";
+import { ask, interfaces, landed, Looks, NoAnswer, port } from "./looks.js";
 import { links, nics, part, paths, planes, requests, tiles, trouble, workers } from "./sections.js";
 import { buckets, quantile } from "./series.js";
 import { perSecond, seconds } from "./text.js";
@@ -10,7 +10,7 @@ import { draw } from "./topology.js";
 
 const EVERY_MS = 2000, PERCENTILES = [0.5, 0.9, 0.99], PATHS = ["DIRECT", "REMAP", "CONVERT"];
 const LATENCIES = [["ttft", "regauge_time_to_first_token_seconds"], ["tpot", "regauge_time_per_output_token_seconds"], ["itl", "regauge_inter_token_seconds"]];
-const charts = { flows: new Chart(part("flows"), PATHS, perSecond) };
+const charts = { flows: new Chart(part("flows"), PATHS, perSecond, { least: 1024, steps: Array.from({ length: 50 }, (_, power) => 2 ** power) }) };
 for (const [id] of LATENCIES) charts[id] = new Chart(part(id), ["P50", "P90", "P99"], seconds);
 const looks = new Looks();
 let drawn = null;
@@ -49,11 +49,11 @@ function say(text, bad) {
 
 async function turn() {
   try {
-    const told = await Promise.all([ask("debug/live?limit=50"), ask("debug/requests?limit=25")]);
+    const told = await Promise.all([ask("debug/live?limit=50"), ask("debug/requests?limit=15")]);
     say("live", false);
     show(...told);
   } catch (error) {
-    if (!(error instanceof TypeError && error.message === "Failed to fetch") && error.name !== "TimeoutError" && !error.status) console.error(error);
+    if (!(error instanceof NoAnswer)) console.error(error);
     say(`no answer: ${error.message}; asking again`, true);
   }
   setTimeout(turn, EVERY_MS);

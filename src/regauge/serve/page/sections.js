@@ -2,7 +2,7 @@
 
 import { all, grown, sum } from "./series.js";
 import { fill } from "./table.js";
-import { bytes, perSecond, seconds, share, whole } from "./text.js";
+import { bytes, clock, perSecond, seconds, share, whole } from "./text.js";
 
 export const part = (id) => document.getElementById(id);
 
@@ -36,16 +36,16 @@ export function tiles({ metrics }) {
 }
 
 export function workers({ metrics, workers }) {
-  const of = (name, worker) => sum(metrics, name, { worker: worker.name });
+  const of = (name, worker) => (worker.up ? sum(metrics, name, { worker: worker.name }) : null);
   const pool = (worker, page) => worker.state?.pools.reduce((total, each) => total + (each[page] ?? 0), 0) ?? null;
   fill(part("workers"), "Each worker; pages by who may touch them", [
     { title: "worker", get: (w) => w.name, word: true },
     { title: "role", get: (w) => w.role, word: true },
-    { title: "state", get: (w) => (w.up ? { text: "up", kind: "good" } : { text: `down: ${w.reason}`, kind: "bad" }), word: true },
+    { title: "state", get: (w) => (w.up ? { text: "up", kind: "good" } : { text: `down: ${w.reason}`, kind: "bad" }), long: true },
     { title: "running", get: (w) => whole(of("regauge_running_requests", w)) },
     { title: "waiting", get: (w) => whole(of("regauge_queue_depth", w)) },
     { title: "pages", get: (w) => whole(of("regauge_pool_pages", w)) },
-    { title: "free", get: (w) => whole(of("regauge_pool_free_pages", w)), meter: (w) => of("regauge_pool_free_pages", w) / (of("regauge_pool_pages", w) || 1) },
+    { title: "free", get: (w) => whole(of("regauge_pool_free_pages", w)), meter: (w) => { const pages = of("regauge_pool_pages", w); return pages ? of("regauge_pool_free_pages", w) / pages : null; } },
     { title: "leased", get: (w) => whole(pool(w, "leased")) },
     { title: "committed", get: (w) => whole(pool(w, "committed")) },
     { title: "quarantined", get: (w) => { const n = of("regauge_pool_quarantined_pages", w); return { text: whole(n), kind: n ? "bad" : "" }; } },
@@ -134,8 +134,8 @@ export function trouble({ metrics }) {
 export function requests({ requests, hidden }) {
   fill(part("requests"), `The newest, by this gateway process; open one for its time line${hidden ? ` (${whole(hidden)} older ones are kept)` : ""}`, [
     { title: "request", get: ({ id }) => ({ text: id, href: `#request=${encodeURIComponent(id)}` }), word: true },
-    { title: "came", get: ({ unix_s: at }) => new Date(1000 * at).toLocaleTimeString("en-GB"), word: true },
-    { title: "outcome", get: ({ outcome, error }) => ({ text: error ? `${outcome}: ${error}` : outcome, kind: outcome === "failed" ? "bad" : "" }), word: true },
+    { title: "came", get: ({ unix_s: at }) => clock(at), word: true },
+    { title: "outcome", get: ({ outcome, error }) => ({ text: error ? `${outcome}: ${error}` : outcome, kind: outcome === "failed" ? "bad" : "" }), long: true },
     { title: "first token", get: ({ ttft_s: value }) => seconds(value) },
     { title: "took", get: ({ seconds: value }) => seconds(value) },
     { title: "tokens in", get: ({ prompt_tokens: n }) => whole(n) },

@@ -21,11 +21,11 @@ export function fill(table, caption, columns, rows, none, key = (_, at) => Strin
 
 function head(table, columns) {
   const top = table.createTHead().insertRow();
-  for (const { title, word } of columns) {
+  for (const { title, word, long } of columns) {
     const cell = document.createElement("th");
     cell.scope = "col";
     cell.textContent = title;
-    if (word) cell.className = "word";
+    if (word || long) cell.className = "word";
     top.append(cell);
   }
 }
@@ -42,13 +42,13 @@ function made(columns, name) {
 }
 
 // `get` gives a text, or {text, kind, href}; `meter` a part of one, or null.
-function write(cell, { get, word, meter }, row) {
+function write(cell, { get, word, long, meter }, row) {
   const found = get(row), { text, kind = "", href } = typeof found === "object" && found !== null ? found : { text: found };
   const part = meter?.(row) ?? null;
   const now = JSON.stringify([text, kind, href, part]);
   if (cell.dataset.now === now) return;
   cell.dataset.now = now;
-  cell.className = [word ? "word" : "", kind].join(" ").trim();
+  cell.className = [word ? "word" : long ? "word long" : "", kind].join(" ").trim();
   const link = cell.querySelector("a");
   if (href && link) {
     link.href = href;

@@ -15,6 +15,7 @@ export function perSecond(value) {
 export function seconds(value) {
   if (value === null || value === undefined || Number.isNaN(value)) return "-";
   if (value === 0) return "0 s";
+  if (Math.abs(value) < 0.001) return `${Math.round(value * 1e6)} µs`;
   return value < 1 ? `${(value * 1000).toFixed(value < 0.1 ? 1 : 0)} ms` : `${value.toFixed(2)} s`;
 }
 

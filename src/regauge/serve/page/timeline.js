@@ -1,6 +1,6 @@
 // One request's time line, in a dialog that the address names (#request=ID): a bar for each step, a mark for each token, and the same as a table.
 
-import { ask } from "./looks.js";
+import { ask, NoAnswer } from "./looks.js";
 import { part } from "./sections.js";
 import { cut, element, label } from "./svg.js";
 import { fill } from "./table.js";
@@ -30,7 +30,7 @@ function follow() {
   part("line-state").textContent = "asking";
   part("line-drawing").replaceChildren();
   part("line-why").textContent = "";
-  for (const id of ["line-facts"]) part(id).replaceChildren();
+  part("line-facts").replaceChildren();
   fill(part("line-steps"), "Steps", [], [], "none");
   part("line-file").href = `debug/trace/${encodeURIComponent(shown)}?format=perfetto`;
   if (!part("line").open) part("line").showModal();
@@ -46,6 +46,7 @@ async function look(name) {
     if (found.request.outcome === "running") timer = setTimeout(() => look(name), AGAIN_MS);
     else why(name);
   } catch (error) {
+    if (!(error instanceof NoAnswer)) console.error(error);
     if (name === shown) part("line-state").textContent = error.message;
   }
 }
@@ -65,7 +66,7 @@ function show({ request, tries }) {
   fill(part("line-steps"), "Steps; workers' are as long as they say, placed by when their word came", [
     { title: "attempt", get: ({ at }) => whole(at + 1) },
     { title: "where", get: ({ where }) => where, word: true },
-    { title: "step", get: ({ name, tried }) => (name === "attempt" && tried.error ? { text: `attempt: ${tried.error}`, kind: "bad" } : name), word: true },
+    { title: "step", get: ({ name, tried }) => (name === "attempt" && tried.error ? { text: `attempt: ${tried.error}`, kind: "bad" } : name), long: true },
     { title: "from", get: ({ begin_s: at }) => seconds(at) },
     { title: "length", get: ({ begin_s: begin, end_s: end }) => seconds(end - begin) },
   ], steps, "none yet");
@@ -86,14 +87,13 @@ function draw(host, request, tries, steps) {
   const low = Math.min(0, ...steps.map(({ begin_s: at }) => at)), high = Math.max(request.seconds, ...steps.map(({ end_s: at }) => at), 0.001);
   const x = (at) => LEFT + ((at - low) / (high - low)) * (width - 2 * LEFT);
   const drawing = element("svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `Time line of ${seconds(high - low)}; its steps are in the table below` });
-  for (const mark of marks(low, high, width)) drawing.append(element("path", { d: `M ${x(mark)} ${AXIS - 6} V ${height}`, class: "grid" }), label(x(mark), 12, seconds(mark), { "text-anchor": "middle", class: "soft" }));
+  for (const mark of marks(low, high, width)) drawing.append(element("path", { d: `M ${x(mark)} ${AXIS - 6} V ${height}`, class: "grid" }), label(x(mark), 12, seconds(mark), { "text-anchor": x(mark) > width - 40 ? "end" : x(mark) < 30 ? "start" : "middle", class: "soft" }));
   let y = AXIS;
   tries.forEach((tried, at) => {
     for (const { name, where, begin_s: begin, end_s: end } of steps.filter((step) => step.at === at)) {
       const from = x(begin), long = Math.max(2, x(end) - from), text = cut(`${name === "attempt" ? `attempt ${at + 1}` : name}, ${where}: ${seconds(end - begin)}`, Math.floor((width - 2 * LEFT) / 7));
-      const inside = from + 7 * text.length < width - 4;
-      drawing.append(element("rect", { x: from, y: y + 3, width: long, height: ROW - 6, rx: 2, class: `step ${kind(where, tried)}` }),
-        label(inside ? from + 4 : width - 4, y + ROW - 8, text, { "text-anchor": inside ? "start" : "end", class: "over" }));
+      const wide = 7 * text.length + 8, [start, anchor] = wide < long ? [from + 4, "start"] : from + long + wide < width ? [from + long + 4, "start"] : from > wide ? [from - 4, "end"] : [width - LEFT, "end"];
+      drawing.append(element("rect", { x: from, y: y + 3, width: long, height: ROW - 6, rx: 2, class: `step ${kind(where, tried)}` }), label(start, y + ROW - 8, text, { "text-anchor": anchor }));
       y += ROW;
     }
     for (const at of tried.tokens_s) drawing.append(element("path", { d: `M ${x(at)} ${y + 3} V ${y + ROW - 6}`, class: "token" }));

@@ -56,8 +56,8 @@ function plane({ x, top, bottom, width }, planes) {
 function box(worker, port, x, y, side, middle, left) {
   const at = y + BOX / 2, from = left ? x + side : x, to = left ? middle.x - middle.width / 2 : middle.x + middle.width / 2;
   const kind = worker.up ? level(port.load) : "down", room = Math.floor((side - 34) / CHARACTER);
-  const said = worker.up ? `${share(port.load)}, ${perSecond(port.rate)}` : "down";
-  const short = said.length > room ? (port.load === null ? perSecond(port.rate) : share(port.load)) : said;
+  const said = !worker.up ? "down" : port.load === null ? perSecond(port.rate) : `${share(port.load)}, ${perSecond(port.rate)}`;
+  const short = said.length > room && port.load !== null ? share(port.load) : said;
   return [element("path", { d: `M ${from} ${at} H ${to}`, class: `link ${kind}` }),
     element("g", {}, element("title", {}, `${worker.name}: ${worker.up ? `up, ${said}${port.of ? ` (${port.of})` : ""}` : `down: ${worker.reason}`}`),
       element("rect", { x, y, width: side, height: BOX, rx: 5, class: worker.up ? "box" : "box down" }),
