@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from regauge.cli_top import plain
-from regauge.cli_top_view import POOL_BAR, duration, render, share, size
+from regauge.cli_top_text import duration, size
+from regauge.cli_top_view import POOL_BAR, render, share
 from regauge.move.flow_types import LinkState as NicState
 from regauge.move.protocol import LegState, TransferState
 from regauge.move.state import Hidden, LinkState, PoolState, Totals, WorkerState

@@ -13,12 +13,14 @@ from urllib.parse import urlsplit, urlunsplit
 from regauge.errors import ConfigError, PeerLost, ProtocolError
 
 if TYPE_CHECKING:
-    from regauge.serve.debug import Overview
+    from regauge.serve.debug import Live
 
 LIMIT_S = 5.0
 """Most seconds for one answer; the gateway itself gives each worker two."""
 MAX_ANSWER = 64 << 20
-TRANSFERS = "/debug/transfers"
+LIVE = "/debug/live"
+WINDOW_S = 60.0
+"""Percentiles are of what came in these last seconds."""
 MAX_MESSAGE = 500
 """Characters of an error's text that are shown."""
 _NO_JSON = (UnicodeDecodeError, RecursionError)
@@ -104,13 +106,13 @@ def _message(body: bytes) -> str:
         return repr(body[:80])
 
 
-def _decode(body: bytes, url: str) -> Overview:
+def _decode(body: bytes, url: str) -> Live:
     import msgspec
 
-    from regauge.serve.debug import Overview
+    from regauge.serve.debug import Live
 
     try:
-        return msgspec.json.decode(body, type=Overview)
+        return msgspec.json.decode(body, type=Live)
     except (*_NO_JSON, msgspec.DecodeError) as error:
         raise ProtocolError(f"{url} is no gateway of this version: {plain(str(error))}") from error
 
@@ -124,7 +126,7 @@ def run(options: argparse.Namespace) -> int:
     if not 1 <= options.limit <= MAX_SHOWN:
         raise ConfigError(f"--limit {options.limit}: give 1 to {MAX_SHOWN}")
     gateway = Gateway.parse(options.url)
-    body = gateway.fetch(f"{TRANSFERS}?limit={options.limit}")
+    body = gateway.fetch(f"{LIVE}?limit={options.limit}")
     look = _decode(body, gateway.url)
     if options.json:
         import msgspec
@@ -143,7 +145,7 @@ def run(options: argparse.Namespace) -> int:
     return 0 if all(worker.state is not None for worker in look.workers) else 1
 
 
-def _watch(gateway: Gateway, look: Overview, interval: float, limit: int) -> int:
+def _watch(gateway: Gateway, look: Live, interval: float, limit: int) -> int:
     """Show look after look. A gateway that stops answering is waited for, with its last figures on the screen."""
     from rich.console import Console
     from rich.live import Live
@@ -151,18 +153,27 @@ def _watch(gateway: Gateway, look: Overview, interval: float, limit: int) -> int
     from regauge.cli_top_view import render
 
     console = Console()
-    before, note = None, ""
+    looks, note = [look], ""
     try:
         with Live(render(look, width=console.width), console=console, screen=True, auto_refresh=False) as live:
             while True:
                 time.sleep(interval)
                 try:
-                    before, look, note = look, _decode(gateway.fetch(f"{TRANSFERS}?limit={limit}"), gateway.url), ""
+                    looks, note = _kept(looks, _decode(gateway.fetch(f"{LIVE}?limit={limit}"), gateway.url)), ""
                 except (PeerLost, ProtocolError) as error:
                     note = str(error)
-                live.update(render(look, before, note=note, width=console.width), refresh=True)
+                before, then = (looks[-2], looks[0]) if len(looks) > 1 else (None, None)
+                live.update(render(looks[-1], before, then=then, note=note, width=console.width), refresh=True)
     except KeyboardInterrupt:
         return 0
+
+
+def _kept(looks: list[Live], now: Live) -> list[Live]:
+    """Return the looks of the window, the newest last; of a gateway that began anew, that one alone."""
+    answered = [sum(one.value for one in look.metrics.get("regauge_requests_total", [])) for look in (looks[-1], now)]
+    if answered[1] < answered[0]:
+        return [now]
+    return [*(look for look in looks if 0 < now.unix_s - look.unix_s <= WINDOW_S), now]
 
 
 def plain(text: str) -> str:

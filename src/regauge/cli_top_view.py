@@ -13,11 +13,13 @@ from rich.text import Text
 
 from regauge import rates
 from regauge.cli_top import plain
+from regauge.cli_top_figures import figures
+from regauge.cli_top_text import duration, per_second, size
 from regauge.move.flow_types import LinkState as NicState
 from regauge.move.protocol import LegState, TransferState
 from regauge.move.state import LinkState, PoolState, Totals, WorkerState
 from regauge.rates import Sample
-from regauge.serve.debug import Overview, WorkerView
+from regauge.serve.debug import Live, Overview, WorkerView
 
 BAR: Final = 12
 """Characters of a progress bar."""
@@ -30,8 +32,10 @@ _POOL: Final = (("committed", "█", "green"), ("leased", "▓", "cyan"), ("quar
 """State of pages, its mark (readable without colours), its style."""
 
 
-def render(now: Overview, before: Overview | None = None, *, note: str = "", width: int = WIDE) -> RenderableType:
-    """Return the view of a look. With an earlier one there are rates; `note` says why the look is old.
+def render(
+    now: Overview, before: Overview | None = None, *, then: Live | None = None, note: str = "", width: int = WIDE
+) -> RenderableType:
+    """Return the view of a look. With an earlier one there are rates; with one from long `then`, percentiles of what came since; `note` says why the look is old.
 
     Lines of under `WIDE` characters leave out what is less often asked for.
     """
@@ -42,6 +46,8 @@ def render(now: Overview, before: Overview | None = None, *, note: str = "", wid
     parts: list[RenderableType] = [head]
     if note:
         parts.append(Text(plain(note), style="bold red"))
+    if isinstance(now, Live):
+        parts += ["", *figures(now, then)]
     for worker in now.workers:
         parts += ["", *_worker(worker, _earlier(worker, before), wide=width >= WIDE)]
     return Group(*parts)
@@ -77,7 +83,7 @@ def _worker(worker: WorkerView, before: WorkerState | None, *, wide: bool) -> li
         return [title.append(why, "bold red")]
     if not worker.up:
         title.append(f"down: {plain(worker.reason)}  ", "bold red")
-    title.append(f"{rate(moved(state), None if before is None else moved(before), state, before)}  ")
+    title.append(f"{_load(state, before)}  ")
     parts: list[RenderableType] = [
         _totals(title, state.totals), *(_pool(pool) for pool in state.pools), *(_nic(nic) for nic in state.nics),
     ]  # fmt: skip
@@ -200,35 +206,22 @@ def moved(state: WorkerState) -> int:
     return state.totals.sent + sum(state.totals.landed.values())
 
 
+def _load(state: WorkerState, before: WorkerState | None) -> str:
+    """Return what the worker's transfers move, and of which line rate that is how much, where flow control was told it."""
+    found = None if before is None else _rate(moved(state), moved(before), state, before)
+    line = sum(nic.line_bytes_per_s for nic in state.nics)
+    return per_second(found) + ("" if found is None or line <= 0 else f" = {found / line:.1%} of the line")
+
+
+def _rate(now: int, then: int, state: WorkerState, before: WorkerState) -> float | None:
+    return rates.rate(Sample(then, before.clock_s, before.pid), Sample(now, state.clock_s, state.pid))
+
+
 def rate(now: int, then: int | None, state: WorkerState, before: WorkerState | None) -> str:
     """Return bytes per second between two looks; a dash where they say nothing of it (`rates`)."""
     if then is None or before is None:
         return "-"
-    found = rates.rate(Sample(then, before.clock_s, before.pid), Sample(now, state.clock_s, state.pid))
-    return "-" if found is None else f"{size(found)}/s"
-
-
-def size(count: float) -> str:
-    """Return bytes in a unit that leaves at most four digits before the point."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"
-
-
-def duration(seconds: float) -> str:
-    """Return seconds in at most two units."""
-    if seconds < 0:
-        return f"-{duration(-seconds)}"
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    whole = int(seconds)
-    if whole < 3600:
-        return f"{whole // 60}m{whole % 60:02}s"
-    if whole < 86_400:
-        return f"{whole // 3600}h{whole % 3600 // 60:02}m"
-    return f"{whole // 86_400}d{whole % 86_400 // 3600:02}h"
+    return per_second(_rate(now, then, state, before))
 
 
 def share(counts: list[int], cells: int) -> list[int]:

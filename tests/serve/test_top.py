@@ -17,7 +17,7 @@ from serve_rig import Rig, free_port, open_rig
 from test_debug import transfer
 
 from regauge.cli import main
-from regauge.cli_top import TRANSFERS, Gateway
+from regauge.cli_top import LIVE, Gateway
 from regauge.errors import PeerLost
 from regauge.move.state import Totals
 from regauge.serve.debug import Overview
@@ -197,7 +197,7 @@ async def test_a_server_that_never_comes_to_an_end_is_given_up(
     monkeypatch.setattr("regauge.cli_top.LIMIT_S", 0.3)
     async with odd_server(answer, drip=drip) as url:
         with pytest.raises(PeerLost, match=r"\(not within 0\.3 s\)"):
-            await asyncio.to_thread(Gateway.parse(url).fetch, TRANSFERS)
+            await asyncio.to_thread(Gateway.parse(url).fetch, LIVE)
 
 
 @pytest.mark.parametrize("host", ["a..b", "é" * 80, "x" * 300])

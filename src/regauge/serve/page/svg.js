@@ -13,6 +13,9 @@ export function label(x, y, text, attributes = {}) {
   return element("text", { x, y, ...attributes }, text);
 }
 
+// Names differ at their ends: what is cut out is the middle.
 export function cut(text, most) {
-  return text.length > most ? `${text.slice(0, most - 1)}…` : text;
+  if (text.length <= most) return text;
+  const first = Math.floor((most - 1) / 3);
+  return `${text.slice(0, first)}…${text.slice(text.length - (most - 1 - first))}`;
 }

@@ -83,7 +83,7 @@ function facts(pairs) {
 }
 
 function draw(host, request, tries, steps) {
-  const width = Math.max(240, host.clientWidth), height = AXIS + steps.length * ROW + (tries.length ? tries.length * ROW : 0) + 4;
+  const width = Math.max(240, host.clientWidth), height = AXIS + steps.length * ROW + (2 * tries.length * ROW) + 4;
   const low = Math.min(0, ...steps.map(({ begin_s: at }) => at)), high = Math.max(request.seconds, ...steps.map(({ end_s: at }) => at), 0.001);
   const x = (at) => LEFT + ((at - low) / (high - low)) * (width - 2 * LEFT);
   const drawing = element("svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `Time line of ${seconds(high - low)}; its steps are in the table below` });
@@ -96,8 +96,9 @@ function draw(host, request, tries, steps) {
       drawing.append(element("rect", { x: from, y: y + 3, width: long, height: ROW - 6, rx: 2, class: `step ${kind(where, tried)}` }), label(start, y + ROW - 8, text, { "text-anchor": anchor }));
       y += ROW;
     }
+    drawing.append(label(LEFT, y + ROW - 8, `${whole(tried.tokens_s.length + tried.more_tokens)} tokens, as they came to the gateway`, { class: "soft" }));
+    y += ROW;
     for (const at of tried.tokens_s) drawing.append(element("path", { d: `M ${x(at)} ${y + 3} V ${y + ROW - 6}`, class: "token" }));
-    if (tried.tokens_s.length) drawing.append(label(Math.max(LEFT, x(tried.tokens_s[0]) - 6), y + ROW - 8, `${whole(tried.tokens_s.length + tried.more_tokens)} tokens`, { "text-anchor": x(tried.tokens_s[0]) > 90 ? "end" : "start", class: "soft" }));
     y += ROW;
   });
   host.replaceChildren(drawing);

@@ -2,9 +2,9 @@
 // and the load stands in its box. The tables below it say the same in words.
 
 import { cut, element, label } from "./svg.js";
-import { perSecond, share } from "./text.js";
+import { perSecond, share, whole } from "./text.js";
 
-const BOX = 44, GAP = 10, TOP = 74, MOST = 24, CHARACTER = 7.4;
+const BOX = 44, GAP = 10, TOP = 74, MOST = 24, CHARACTER = 8.2;
 
 export function level(load) {
   if (load === null || load === undefined) return "unknown";
@@ -15,10 +15,10 @@ export function draw(host, { workers, requests, ports, planes }) {
   const width = Math.max(280, host.clientWidth), roles = { prefill: [], decode: [] };
   for (const worker of workers) roles[worker.role]?.push(worker);
   const rows = Math.max(1, ...Object.values(roles).map((list) => Math.min(list.length, MOST + 1)));
-  const side = Math.min(230, (width - 90) / 2), height = TOP + rows * (BOX + GAP) + 6;
+  const side = Math.min(230, (width - 130) / 2), height = TOP + rows * (BOX + GAP) + 6;
   const middle = { x: width / 2, top: TOP, bottom: height - GAP - 6, width: Math.min(110, width - 2 * side - 40) };
   const drawing = element("svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": words(roles, ports) });
-  drawing.append(...bus(width, side, roles), gateway(width, requests, planes), plane(middle, planes));
+  drawing.append(...bus(width, side, roles), gateway(width, requests), plane(middle, planes));
   for (const [role, list] of Object.entries(roles)) {
     const left = role === "prefill";
     list.slice(0, MOST).forEach((worker, at) => drawing.append(...box(worker, ports.get(worker.name), left ? 16 : width - 16 - side, TOP + at * (BOX + GAP), side, middle, left)));
@@ -28,11 +28,11 @@ export function draw(host, { workers, requests, ports, planes }) {
   host.replaceChildren(drawing);
 }
 
-function gateway(width, requests, planes) {
+function gateway(width, requests) {
   const half = Math.min(110, width / 2 - 60), x = width / 2;
   return element("g", {}, element("rect", { x: x - half, y: 4, width: 2 * half, height: BOX, rx: 5, class: "box" }),
     label(x, 22, "gateway", { "text-anchor": "middle", class: "name" }),
-    label(x, 39, `${requests} in the house${planes.has("business") && half > 100 ? ", business plane" : ""}`, { "text-anchor": "middle" }));
+    label(x, 39, `${whole(requests)} in the house`, { "text-anchor": "middle" }));
 }
 
 // Requests and tokens: from the gateway along both edges to every worker.
