@@ -33,6 +33,7 @@ from regauge import (
     cli_sim,
     cli_top,
     cli_topology,
+    cli_trace,
     cli_why,
 )
 from regauge.errors import ConfigError, LayoutError, Refused, RegaugeError
@@ -93,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="regauge", formatter_class=argparse.RawDescriptionHelpFormatter,
         description="KV caches cross between unlike accelerators: checked, planned, carried.",
-        epilog="serving:   serve, worker, keys, top, why\noperating: topology, doctor\nlayouts:   check, explain, layout, probe\nplanning:  plan, sim\nmeasuring: bench\nbilling:   usage, invoice, prices, meter\nhelp:      version, collect-env\n\n"
+        epilog="serving:   serve, worker, keys, top, trace, why\noperating: topology, doctor\nlayouts:   check, explain, layout, probe\nplanning:  plan, sim\nmeasuring: bench\nbilling:   usage, invoice, prices, meter\nhelp:      version, collect-env\n\n"
         "exit codes: 0 fine, 1 found a problem, 2 misuse")  # fmt: skip
     verbs = parser.add_subparsers(dest="verb", metavar="COMMAND", required=True, parser_class=_Parser)
 
@@ -105,6 +106,7 @@ def _parser() -> argparse.ArgumentParser:
     cli_serve.arguments(verb("serve", "serve a model across a prefill and a decode process"), _LAYOUT_HELP)
     cli_serve.worker_arguments(verb("worker", "run workers on this host, which register at gateways elsewhere"))
     cli_top.arguments(verb("top", "show how the transfers of a running gateway stand"))
+    cli_trace.arguments(verb("trace", "show when each step of a request was, over the gateway and its workers"))
     cli_why.arguments(verb("why", "say why a request went to the workers that it went to"))
     cli_doctor.arguments(verb("doctor", "examine this host's planes, and say what is wrong and how to mend it"))
     cli_keys.arguments(_jobs(verb("keys", "make API keys for tenants of the gateway")))
@@ -197,7 +199,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code."""
     options = _parser().parse_args(arguments)
     verbs = {"serve": cli_serve.run, "worker": cli_serve.run_worker, "check": _check, "explain": _explain, "layout": _layout, "probe": _probe, "bench": _bench,
-             "top": cli_top.run, "why": cli_why.run, "usage": cli_meter.run, "invoice": cli_meter.run, "prices": cli_meter.run,
+             "top": cli_top.run, "trace": cli_trace.run, "why": cli_why.run, "usage": cli_meter.run, "invoice": cli_meter.run, "prices": cli_meter.run,
              "meter": cli_meter.run, "plan": cli_plan.run, "sim": cli_sim.run, "topology": cli_topology.run, "keys": cli_keys.run, "doctor": cli_doctor.run, "version": _version, "collect-env": _collect_env}  # fmt: skip
     try:
         code = verbs[options.verb](options)

@@ -26,6 +26,8 @@ MAX_MESSAGE = 500
 _NO_JSON = (UnicodeDecodeError, RecursionError)
 """What msgspec raises beside its own errors for bytes that are no text, and for endless nesting."""
 MIN_INTERVAL_S = 0.1
+TRIES = 12
+"""Several gateway processes share a port, and each knows its own requests alone: so many are asked, each by a new connection."""
 FILE_WIDTH = 160
 """Characters of a line where the output is no terminal and COLUMNS is not set."""
 
@@ -94,6 +96,17 @@ class Gateway:
         if len(body) > MAX_ANSWER:
             raise ProtocolError(f"{self.url} answers more than {MAX_ANSWER} bytes")
         return bytes(body)
+
+
+def ask_each(gateway: Gateway, path: str) -> bytes:
+    """Return what the gateway process answers that knows of what the path names. Raises as `Gateway.fetch`."""
+    for _ in range(TRIES - 1):
+        try:
+            return gateway.fetch(path)
+        except ProtocolError as error:
+            if " answers 404: " not in str(error):
+                raise
+    return gateway.fetch(path)
 
 
 def _message(body: bytes) -> str:

@@ -6,14 +6,12 @@ import argparse
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
-from regauge.cli_top import Gateway, plain
+from regauge.cli_top import Gateway, ask_each, plain
 from regauge.errors import ConfigError, ProtocolError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-TRIES = 12
-"""Several gateway processes share a port, and each knows its own requests alone: so many are asked, each by a new connection."""
 MAX_NAME = 256
 
 
@@ -33,7 +31,7 @@ def run(options: argparse.Namespace, *, say: Callable[[str], None] = print) -> i
     name = options.request
     if not (0 < len(name) <= MAX_NAME and name.isprintable()):
         raise ConfigError(f"REQUEST_ID: give up to {MAX_NAME} printable characters, as X-Request-Id has them")
-    body = _ask(Gateway.parse(options.url), f"/debug/why/{quote(name, safe='')}")
+    body = ask_each(Gateway.parse(options.url), f"/debug/why/{quote(name, safe='')}")
     if options.json:
         say(msgspec.json.format(body, indent=2).decode())
         return 0
@@ -44,13 +42,3 @@ def run(options: argparse.Namespace, *, say: Callable[[str], None] = print) -> i
         raise ProtocolError(f"{options.url} is no gateway of this version: {plain(str(error))}") from error
     say("\n\n".join("\n".join(map(plain, text.splitlines())) for text in texts))
     return 0
-
-
-def _ask(gateway: Gateway, path: str) -> bytes:
-    for _ in range(TRIES - 1):
-        try:
-            return gateway.fetch(path)
-        except ProtocolError as error:
-            if " answers 404: " not in str(error):
-                raise
-    return gateway.fetch(path)

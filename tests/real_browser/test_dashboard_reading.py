@@ -10,7 +10,6 @@ from deployment import Served
 from load import ask, fetch
 from selenium.webdriver import Chrome
 
-
 FULL = "document.querySelectorAll('#workers tbody tr').length === 3 && document.querySelector('#requests a') && document.querySelector('#topology svg')"
 FITS = "document.documentElement.scrollWidth <= innerWidth"
 

@@ -26,6 +26,7 @@ from regauge.engines.ended import Ended
 from regauge.errors import DeadlineExceeded, RegaugeError
 from regauge.move.bound import Borrowed
 from regauge.move.crossing import PageTable
+from regauge.move.events import Trace
 from regauge.move.flow_types import LinkState as NicState
 from regauge.move.inbound import InboundLinks
 from regauge.move.incoming import Arrival
@@ -54,6 +55,7 @@ class Bridge(abc.ABC):
     """
 
     role: ClassVar[Role]
+    links: InboundLinks | OutboundLinks
 
     def __init__(self, name: str, key: bytes, config: TransferConfig) -> None:
         """Raises ConfigError as `open_rails`."""
@@ -117,6 +119,10 @@ class Bridge(abc.ABC):
             self._ledger.totals(), self._nics(),
         )  # fmt: skip
         return bounded(state, limit)
+
+    async def traces_of(self, transfer: str) -> list[Trace]:
+        """Return what has happened to a transfer here, as far as it is kept."""
+        return self.links.events.of(transfer, self.name)
 
     @abc.abstractmethod
     def _under_way(self) -> tuple[list[TransferState], list[LinkState]]:
@@ -190,6 +196,7 @@ class ReceivingEnd(Bridge):
             links.on_release = self._released
             return links, await links.start(config.control or config.host, port)
 
+        self.links: InboundLinks
         self.links, self.address = self._begin(start())
 
     def expect(
@@ -309,7 +316,13 @@ class SendingEnd(Bridge):
 
     def ready(self, transfer: str, layers: Range, tokens: Range) -> None:
         """Layers [first, end) of the model hold their state for tokens [first, end)."""
-        self._tell(transfer, lambda out: out.ready(layers, tokens), time.monotonic())
+        now = time.monotonic()
+
+        def ready(out: Outgoing) -> None:
+            self.links.events.note(transfer, "computed", now, now, "", None, None, layers, tokens)
+            out.ready(layers, tokens)
+
+        self._tell(transfer, ready, now)
 
     def finish(self, transfer: str, handover: bytes) -> None:
         """Everything has been made ready."""

@@ -6,6 +6,7 @@ vLLM's answers cannot say which path a transfer took, how many bytes, or why it 
 |---|---|
 | `GET /status?limit=N` | `Status`, of each kind of thing the N newest (1 to 1,000; 100) |
 | `GET /transfers/NAME?wait_s=S` | `TransferEnd`, once the transfer has ended; 404 where it has not within S seconds (0 to 30; 0), or is not known |
+| `GET /trace/NAME` | `move.events.Traces`: what has happened to the transfer, by end |
 
 A call carries `Authorization: Bearer TOKEN`, where TOKEN is `token(key)`: who holds the links' key may ask. An error is a `Problem` under
 400, 401, 404 or 405. With `transfer.tls` it is HTTPS, and wants a certificate like the links do.
@@ -28,6 +29,7 @@ from regauge.move.state import WorkerState
 
 STATUS_PATH: Final = "/status"
 TRANSFERS_PATH: Final = "/transfers/"
+TRACE_PATH: Final = "/trace/"
 MAX_WAIT_S: Final = 30.0
 
 

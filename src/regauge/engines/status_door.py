@@ -19,12 +19,22 @@ from aiohttp.web_protocol import RequestHandler
 import regauge
 from regauge.config import TransferConfig
 from regauge.engines.bridge import CLOSE_S, START_S, Bridge
-from regauge.engines.status import MAX_WAIT_S, STATUS_PATH, TRANSFERS_PATH, Problem, Status, TransferEnd, token
+from regauge.engines.status import (
+    MAX_WAIT_S,
+    STATUS_PATH,
+    TRACE_PATH,
+    TRANSFERS_PATH,
+    Problem,
+    Status,
+    TransferEnd,
+    token,
+)
 from regauge.errors import ConfigError, ProtocolError, RegaugeError
 from regauge.layout import files
 from regauge.layout.spec import Layout
 from regauge.move import tls
 from regauge.move.channel import Door
+from regauge.move.events import Traces
 from regauge.move.plane import resolve
 from regauge.move.state import shown
 
@@ -143,7 +153,11 @@ class StatusDoor:
             if end is not None:
                 return _json(end)
             return _json(Problem(f"no end of a transfer {name[:MAX_NAME]!r} is known"), 404)
-        return _json(Problem(f"there is {STATUS_PATH} and {TRANSFERS_PATH}NAME"), 404)
+        if path.startswith(TRACE_PATH):
+            name = unquote(path.removeprefix(TRACE_PATH))
+            told = await asyncio.gather(*(_at(end, partial(end.traces_of, name)) for end in self._ends))
+            return _json(Traces.of([trace for traces in told for trace in traces]))
+        return _json(Problem(f"there is {STATUS_PATH}, {TRANSFERS_PATH}NAME and {TRACE_PATH}NAME"), 404)
 
     async def _end(self, transfer: str, wait_s: float) -> TransferEnd | None:
         """Return what the first end has to say that knows the transfer."""

@@ -31,6 +31,7 @@ from regauge.move import prepared, tls
 from regauge.move.bound import Borrowed
 from regauge.move.channel import HELLO_S, Channel, Door, decode_layout, encode_layout
 from regauge.move.crossing import Checker, Crossing, PageTable
+from regauge.move.events import Recorder
 from regauge.move.flow import ReceiverFlow
 from regauge.move.flow_types import LinkState as NicState
 from regauge.move.flow_types import NicLimits
@@ -45,6 +46,7 @@ from regauge.move.protocol import Action, Check, Delivered, Failed, FenceLink, R
 from regauge.move.rails import Rails
 from regauge.move.receiver import Receiver
 from regauge.move.state import LinkState
+from regauge.move.tasks import Tasks
 from regauge.move.threads import in_thread
 from regauge.plan import Judge, Plan, check
 from regauge.plan.ranks import lacking, leg
@@ -64,7 +66,7 @@ class InboundLinks:
 
     def __init__(
         self, name: str, key: bytes, memory: Borrowed, rails: Rails, pools: Sequence[Pages],
-        config: TransferConfig, judge: Judge = check,
+        config: TransferConfig, judge: Judge = check, events: Recorder | None = None,
     ) -> None:  # fmt: skip
         nics = [NicLimits(name, config.flow.nic_bytes_per_s, config.flow.rtt_s) for name in rails.names]
         flow = ReceiverFlow(nics, limits=config.flow)
@@ -87,11 +89,12 @@ class InboundLinks:
         self._last: dict[str, InLink] = {}
         """The newest link of each peer, up or not."""
         self.moved = Moved()
+        self.events = events or Recorder()
         self._settled = asyncio.Condition()
         """Notified when a link has ended and been fenced."""
         self._incoming: dict[str, Incoming] = {}
         self._refusals = Refusals()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks()
         self._door: Door | None = None
         self._greeting: set[asyncio.Task[None]] = set()
         """Connections that have not introduced themselves yet."""
@@ -99,7 +102,7 @@ class InboundLinks:
     async def start(self, host: str, port: int = 0) -> tuple[str, int]:
         """Listen for prefill workers on a plane (an address, network or interface); return the address."""
         self._door = Door(self._take_in, await asyncio.to_thread(resolve, host), port)
-        self._spawn(self._tick())
+        self._tasks.spawn(self._tick())
         return self._door.address
 
     async def close(self) -> None:
@@ -115,9 +118,7 @@ class InboundLinks:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_S), self._settled:
                 await self._settled.wait_for(lambda: not self._links and not self._gone)
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.end()
 
     def expect(
         self, transfer: str, peers: Sequence[str], tokens: int, *, first: int = 0, origins: Sequence[int] = (),
@@ -139,6 +140,7 @@ class InboundLinks:
         actions = self.receiver.expect(transfer, peers, tokens, tables, now, first=first, tenant=tenant, due=due)
         own = tuple(PageTable(np.array(t.pages, np.int64), t.origin) for t in tables)
         self._incoming[transfer] = Incoming(own, future, tuple(peers), tokens)
+        self.events.note(transfer, "expect", now)
         self._run(actions)
         self._cover(transfer)
         return future
@@ -194,9 +196,10 @@ class InboundLinks:
                             ranges = link.checker.lent(link.modes, incoming.tables, (message.first, incoming.tokens))
                             self._lending.lend(message.transfer, message.epoch, link.sessions, ranges)
                         link.channel.send(message)
+                        self.events.word(peer, message, "sent")
                 case Check(peer):
                     link = self._links[peer]
-                    self._spawn(self._check(link, action), link.checks)
+                    self._tasks.spawn(self._check(link, action), link.checks)
                 case Delivered(transfer):
                     self._delivered(transfer, action)
                 case Failed(transfer, reason, held):
@@ -211,6 +214,7 @@ class InboundLinks:
 
     def _delivered(self, transfer: str, done: Delivered) -> None:
         incoming = self._incoming.pop(transfer)
+        self.events.note(transfer, "delivered", time.monotonic())
         self._lending.take_back(transfer)
         for pool in self.pools:
             pool.commit(transfer)
@@ -220,6 +224,7 @@ class InboundLinks:
 
     def _failed(self, transfer: str, reason: str, *, held: bool) -> None:
         incoming = self._incoming.pop(transfer)
+        self.events.note(transfer, "failed", time.monotonic(), text=reason)
         if held:
             for pool in self.pools:
                 pool.quarantine(transfer)
@@ -242,7 +247,7 @@ class InboundLinks:
         gone = self._gone.get(peer)
         if gone is not None and not gone.fencing:
             gone.fencing = True
-            self._spawn(self._fence_gone(gone))
+            self._tasks.spawn(self._fence_gone(gone))
 
     async def _fence_gone(self, link: InLink) -> None:
         while not await asyncio.to_thread(self._rails.fence_inbound, link.sessions, FENCE_S):
@@ -260,7 +265,7 @@ class InboundLinks:
 
     def _take_in(self, sock: socket.socket) -> None:
         if len(self._greeting) < MAX_GREETING:
-            self._spawn(self._accept(sock), self._greeting)
+            self._tasks.spawn(self._accept(sock), self._greeting)
         else:
             sock.close()
 
@@ -279,6 +284,7 @@ class InboundLinks:
                 self._cover(transfer)
             while True:
                 message = await channel.receive()
+                self.events.word(link.peer, message, "taken")
                 self._run(self.receiver.on_message(link.peer, message, time.monotonic()))
                 self.moved.heard(message, link.path, far=link.far)
         except RegaugeError as error:
@@ -369,7 +375,7 @@ class InboundLinks:
 
     async def _check(self, link: InLink, chunk: Check) -> None:
         incoming = self._incoming.get(chunk.transfer)
-        error, agrees = "", True
+        error, agrees, begun = "", True, time.monotonic()
         if incoming is not None:
             loop = asyncio.get_running_loop()
             try:
@@ -378,6 +384,7 @@ class InboundLinks:
             except Exception as failure:  # whatever broke, this request fails and the slot is given back
                 log.exception("a chunk could not be brought into its pages", transfer=chunk.transfer)
                 error = f"a chunk could not be brought into its pages: {failure}"
+            self.events.checked(chunk, begun, error or ("" if agrees else "not what was sent"))
             if not agrees:
                 log.warning("a chunk is not what was sent", peer=link.peer, transfer=chunk.transfer, seq=chunk.seq)
         try:
@@ -385,13 +392,6 @@ class InboundLinks:
         except ProtocolError as failure:
             log.warning("the peer broke the protocol", peer=link.peer, error=str(failure))
             link.channel.close()
-
-    def _spawn(self, work: object, also: set[asyncio.Task[None]] | None = None) -> None:
-        task: asyncio.Task[None] = asyncio.create_task(work)  # type: ignore[arg-type]
-        for group in (self._tasks, also):
-            if group is not None:
-                group.add(task)
-                task.add_done_callback(group.discard)
 
     async def _tick(self) -> None:
         while True:

@@ -24,6 +24,7 @@ from regauge.move.bound import Borrowed, exports
 from regauge.move.channel import Channel, decode_layout, encode_layout
 from regauge.move.costs import read
 from regauge.move.crossing import DEPTH, Crossing, PageTable, Terms, Writer
+from regauge.move.events import Recorder
 from regauge.move.flow_sender import Pace
 from regauge.move.links import OutLink
 from regauge.move.memory import Slab
@@ -71,7 +72,7 @@ class OutboundLinks:
 
     def __init__(
         self, name: str, key: bytes, memory: Borrowed, rails: Rails, config: TransferConfig,
-        judge: Judge = check,
+        judge: Judge = check, events: Recorder | None = None,
     ) -> None:  # fmt: skip
         flow = config.flow
         self.sender = Sender(
@@ -89,6 +90,7 @@ class OutboundLinks:
         self._constants = read(Path(config.costs)) if config.costs else DEFAULTS
         self._judge = judge
         self.moved = Moved()
+        self.events = events or Recorder()
         self._links: dict[str, OutLink] = {}
         self._addresses: dict[str, Address] = {}
         self._opening: dict[str, asyncio.Task[OutLink]] = {}
@@ -143,6 +145,7 @@ class OutboundLinks:
                 case Send(peer, message):
                     if peer in self._links:
                         self._links[peer].channel.send(message)
+                        self.events.word(peer, message, "sent")
                 case Write(peer):
                     link = self._links[peer]
                     if not link.closing:  # else `link_lost` comes, and begins anew or ends the transfer
@@ -168,6 +171,9 @@ class OutboundLinks:
         self.run(self.sender.resume(time.monotonic()))
 
     def _ended(self, action: Delivered | Failed | Released) -> None:
+        if not isinstance(action, Released):
+            name, reason = ("failed", action.reason) if isinstance(action, Failed) else ("delivered", "")
+            self.events.note(action.transfer, name, time.monotonic(), text=reason)
         held = isinstance(action, Failed) and action.held
         out = self._transfers[action.transfer] if held else self._transfers.pop(action.transfer)
         if not held:
@@ -317,6 +323,7 @@ class OutboundLinks:
         try:
             while True:
                 message = await link.channel.receive()
+                self.events.word(link.peer, message, "taken")
                 if isinstance(message, m.Refuse):
                     raise ProtocolError("refused: " + "; ".join(message.reasons))
                 self.run(self.sender.on_message(link.peer, message, time.monotonic()))
@@ -343,13 +350,17 @@ class OutboundLinks:
 
     async def _write(self, link: OutLink, chunk: Write) -> None:
         out = self._transfers[chunk.transfer]
-        loop, limit = asyncio.get_running_loop(), self._config.deadline_s
+        loop, limit, begun = asyncio.get_running_loop(), self._config.deadline_s, time.monotonic()
         most = link.writer.most_bytes(chunk)
         self.moved.begin(most, far=link.far)
         try:
             posted = await loop.run_in_executor(link.thread, link.writer.start, chunk, out.tables, limit)
+            at = time.monotonic()
+            where = link.peer, chunk.epoch, chunk.seq, chunk.layers, chunk.tokens, posted.nbytes
+            self.events.note(chunk.transfer, "gather", begun, at, *where)
             if posted.ticket is not None:
                 await posted.ticket.landed(limit + TICKET_S)
+                self.events.note(chunk.transfer, "write", at, time.monotonic(), *where)
             link.writer.ended(posted)
         except TransportError as error:  # bytes may still land: only the link's end is certain
             log.warning("write failed", peer=link.peer, transfer=chunk.transfer, error=str(error))

@@ -11,6 +11,7 @@ import msgspec
 
 from regauge.blocks import CacheNews
 from regauge.errors import ProtocolError
+from regauge.move.events import Traces
 from regauge.move.state import WorkerState
 from regauge.serve import wire
 from regauge.serve.connection import Connection, WorkerError, WorkerLost
@@ -74,6 +75,11 @@ class WorkerClient(Connection):
         """As `Connection.debug`."""
         async with self.call("GET", f"{wire.DEBUG_PATH}?limit={limit}", deadline) as answer:
             return await self.read(answer, WorkerState)
+
+    async def trace(self, transfer: str, deadline: float) -> list[Traces]:
+        """As `Connection.trace`."""
+        async with self.call("GET", f"{wire.TRACE_PATH}/{transfer}", deadline) as answer:
+            return [await self.read(answer, Traces)]
 
     async def refusal(self, answer: Exchange) -> None:
         """As `Connection.refusal`."""

@@ -19,6 +19,7 @@ import msgspec
 from regauge.config import Role
 from regauge.errors import ProtocolError, RegaugeError
 from regauge.layout.spec import Layout
+from regauge.move.events import Traces
 from regauge.move.state import WorkerState
 from regauge.serve import wire
 from regauge.serve.exchange import Broken, Exchange, Exchanges, Origin, request
@@ -120,6 +121,10 @@ class Connection(abc.ABC):
     @abc.abstractmethod
     async def debug(self, limit: int, deadline: float | None) -> WorkerState:
         """Ask how transfers, links and pools stand. Raises WorkerError, WorkerLost, RequestTimeout, ProtocolError."""
+
+    @abc.abstractmethod
+    async def trace(self, transfer: str, deadline: float) -> list[Traces]:
+        """Ask each of its ranks what has happened to a transfer; they answer in the same order. Raises as `debug`."""
 
     async def layout(self) -> Layout | None:
         """Return how its KV cache lies, if it tells. Raises as `debug`, and LayoutError."""

@@ -21,6 +21,7 @@ from regauge.engines.local.speed import Speed
 from regauge.engines.local.thread import EngineThread
 from regauge.errors import EngineError, RegaugeError
 from regauge.move.bound import Memory
+from regauge.move.events import Recorder
 from regauge.move.ledger import Ledger
 from regauge.move.pages import PagePool
 from regauge.serve import wire
@@ -58,6 +59,7 @@ class Core:
         self.engine = EngineThread(self.scheduler)
         self.jobs: dict[str, asyncio.Task[Any]] = {}
         self.ledger = Ledger()
+        self.events = Recorder()
         self.draining = False
         self.roles: frozenset[Role] = frozenset(spec_.roles or [spec_.role])
         self.uncomputed: dict[str, int] = {}

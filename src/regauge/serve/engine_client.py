@@ -20,6 +20,7 @@ import msgspec
 from regauge.engines import status
 from regauge.errors import ProtocolError, RegaugeError
 from regauge.layout.spec import Layout
+from regauge.move.events import Traces
 from regauge.move.state import WorkerState
 from regauge.observe import ERROR, WORKER, get_logger
 from regauge.plan.cost import Mode
@@ -110,9 +111,7 @@ class EngineClient(Connection):
 
     async def debug(self, limit: int, deadline: float | None) -> WorkerState:
         """As `Connection.debug`, of all ranks together."""
-        if not self._told:
-            message = "this server was given no status_port: nothing tells how its transfers stand"
-            raise WorkerError(wire.ErrorEvent("bad_request", message, self.name), self.role)
+        self._need_told()
         path = f"{status.STATUS_PATH}?limit={limit}"
         told = await asyncio.gather(*(self._status(rank, path, status.Status, deadline) for rank in self._told))
         states = [state for each in told for state in each.states if state.role == self.role]
@@ -121,6 +120,17 @@ class EngineClient(Connection):
                 f"{self.role} worker {self.name} tells of no {self.role} rank; see what it was started as"
             )
         return _together(self.name, states)
+
+    async def trace(self, transfer: str, deadline: float) -> list[Traces]:
+        """As `Connection.trace`."""
+        self._need_told()
+        path = f"{status.TRACE_PATH}{transfer}"
+        return await asyncio.gather(*(self._status(rank, path, Traces, deadline) for rank in self._told))
+
+    def _need_told(self) -> None:
+        if not self._told:
+            message = "this server was given no status_port: nothing tells how its transfers stand"
+            raise WorkerError(wire.ErrorEvent("bad_request", message, self.name), self.role)
 
     async def layout(self) -> Layout | None:
         """As `Connection.layout`, of rank 0: check takes it for all of them."""

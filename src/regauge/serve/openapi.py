@@ -15,7 +15,7 @@ import msgspec
 
 from regauge import __version__
 from regauge.move.state import MAX_SHOWN
-from regauge.serve import anthropic, anthropic_replies, cards, openai, recent, replies, usage
+from regauge.serve import anthropic, anthropic_replies, cards, openai, recent, replies, tracing, usage
 from regauge.serve.debug import Live, Overview
 
 PATH: Final = "/openapi.json"
@@ -165,7 +165,7 @@ OPERATIONS: Final = (
         errors=(400, 403), parameters=(_LIMIT,),
     ),
     Operation(
-        "/debug/trace/{id}", "get", "When each step of a request was; on loopback alone", recent.TimeLine, free=True,
+        "/debug/trace/{id}", "get", "When each step of a request was; on loopback alone", tracing.Traced, free=True,
         errors=(400, 403, 404), parameters=(
             {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}},
             {"name": "format", "in": "query", "schema": {"enum": ["json", "perfetto"]}},

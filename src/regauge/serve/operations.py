@@ -27,6 +27,7 @@ from regauge.serve.openai import ApiError, bad
 from regauge.serve.perfetto import trace_events
 from regauge.serve.recent import MOST_REQUESTS
 from regauge.serve.relay import Service
+from regauge.serve.tracing import trace
 from regauge.serve.workers import view
 
 WHY_PATH: Final = "/debug/why"
@@ -144,9 +145,10 @@ class Operations:
         name, kind = request.path_params["id"], request.query_params.get("format", "json")
         if kind not in ("json", "perfetto"):
             raise bad("format", "format must be json or perfetto")
-        found = self._service.recent.of(name)
-        if found is None:
+        story = self._service.recent.of(name)
+        if story is None:
             raise _unknown(name, str(MOST_REQUESTS))
+        found = await trace(story, self._service.fleet.workers)
         if kind == "json":
             return _json(found)
         answer = _json(trace_events(found))

@@ -167,10 +167,11 @@ class PassJob:
         self.attempts += 1
         if route.prefill is None:
             self._service.metrics.bypassed.inc()
-        self._tried = self.story.attempt(name, route.prefill, route.decode, self.path or ALONE)
+        transfer = room.new_transfer()
+        self._tried = self.story.attempt(name, route.prefill, route.decode, self.path or ALONE, transfer)
         prefill = None if route.prefill is None else fleet.workers[route.prefill]
         return Passage(
-            self._asked, name, room.new_transfer(), None if prefill is None else _client(prefill), _client(fleet.workers[route.decode]),
+            self._asked, name, transfer, None if prefill is None else _client(prefill), _client(fleet.workers[route.decode]),
             self._deadline, self._sender.headers, self._drop, self._sender.salt, self._prefilled,
         )  # fmt: skip
 

@@ -41,6 +41,7 @@ class Try(msgspec.Struct, frozen=True):
 
     name: str
     """As `/debug/why` and the workers' logs have it."""
+    transfer: str
     prefill: str
     """Empty: decode computed the prompt."""
     decode: str
@@ -102,6 +103,7 @@ class Tried:
     prefill: str
     decode: str
     path: str
+    transfer: str
     began: float
     ended: float | None = None
     outcome: str = "running"
@@ -134,7 +136,7 @@ class Tried:
         ended = now if self.ended is None else self.ended
         spans = [("attempt", "gateway", self.began, ended), *self._prefill(), *self._decode(ended)]
         return Try(
-            self.name, self.prefill, self.decode, self.path, "" if event is None else event.mode,
+            self.name, self.transfer, self.prefill, self.decode, self.path, "" if event is None else event.mode,
             0 if event is None else event.wire_bytes, self.outcome, self.error[:MAX_TEXT],
             [Span(name, where, begin - since, end - since) for name, where, begin, end in spans],
             [at - since for at in self.tokens], self.more_tokens,
@@ -191,9 +193,9 @@ class Story:
     attempts: int = 0
     tries: list[Tried] = field(default_factory=list)
 
-    def attempt(self, name: str, prefill: str | None, decode: str, path: str) -> Tried:
+    def attempt(self, name: str, prefill: str | None, decode: str, path: str, transfer: str = "") -> Tried:
         """Note that an attempt begins."""
-        tried = Tried(name, prefill or "", decode, path, time.monotonic())
+        tried = Tried(name, prefill or "", decode, path, transfer, time.monotonic())
         self.attempts += 1
         if len(self.tries) < MOST_TRIES:
             self.tries.append(tried)
@@ -221,6 +223,11 @@ class Story:
             sum(event.wire_bytes for event in events), self.attempts,
         )  # fmt: skip
 
+    def time_line(self) -> TimeLine:
+        """Return it with all of its attempts, as the gateway knows them."""
+        now = time.monotonic()
+        return TimeLine(self.line(now), [tried.view(self.arrived, now) for tried in self.tries])
+
 
 class Recent:
     """The newest requests, by the client's name for each."""
@@ -242,12 +249,9 @@ class Recent:
         now, stories = time.monotonic(), list(self._stories.values())
         return Requests([story.line(now) for story in stories[: -limit - 1 : -1]], max(0, len(stories) - limit))
 
-    def of(self, name: str) -> TimeLine | None:
-        """Return a request's time line, by its name or that of one of its attempts; None: it is not kept."""
+    def of(self, name: str) -> Story | None:
+        """Return a request, by its name or that of one of its attempts; None: it is not kept."""
         story = self._stories.get(name)
-        if story is None:
-            story = next((s for s in reversed(self._stories.values()) if any(t.name == name for t in s.tries)), None)
-        if story is None:
-            return None
-        now = time.monotonic()
-        return TimeLine(story.line(now), [tried.view(story.arrived, now) for tried in story.tries])
+        if story is not None:
+            return story
+        return next((s for s in reversed(self._stories.values()) if any(t.name == name for t in s.tries)), None)

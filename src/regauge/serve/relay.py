@@ -22,7 +22,7 @@ from regauge.engines.sglang import room
 from regauge.errors import ProtocolError, ReceiptError, RegaugeError
 from regauge.meter.receipt import Outcome
 from regauge.observe import Metrics
-from regauge.route.cluster import Request, Route
+from regauge.route.cluster import Request
 from regauge.route.request import Action, Life, Resume, Start, Stop
 from regauge.serve import wire, words
 from regauge.serve.attempt import Attempt, Spawn, Task
@@ -36,6 +36,7 @@ from regauge.serve.names import Names
 from regauge.serve.openai import ApiError
 from regauge.serve.recent import Recent, Story, Tried
 from regauge.serve.replies import Delta, PromptDetails, Usage
+from regauge.serve.tally import Tally
 from regauge.serve.text import Tokenizer
 from regauge.serve.told import transferred
 
@@ -60,29 +61,6 @@ class Service:
     wait_s: float
     """Most seconds that a request which has lost its workers waits for others to come."""
     recent: Recent = field(default_factory=Recent)
-
-
-@dataclass
-class Tally:
-    """What a job came to; times in seconds of the monotonic clock, `ttft_s` of the choice that was first."""
-
-    arrived: float
-    completion_tokens: int = 0
-    cached_tokens: dict[int, int] = field(default_factory=dict)
-    """Of each prompt, as its first choice has found it."""
-    wire_bytes: int = 0
-    mode: str | None = None
-    path: str | None = None
-    ttft_s: float | None = None
-    tpots_s: list[float] = field(default_factory=list)
-    attempts: int = 0
-    route: Route | None = None
-    """The latest of the first choice that has one."""
-
-    @property
-    def tpot_s(self) -> float | None:
-        """Mean of the choices' times per output token."""
-        return sum(self.tpots_s) / len(self.tpots_s) if self.tpots_s else None
 
 
 class Job:
@@ -262,7 +240,7 @@ class _Run:
             if self._service.meter is not None else None, self._job.salt,
         )  # fmt: skip
         path = fleet.pairs.verdict(route.prefill, route.decode).path if route.prefill else ALONE
-        self._tried = self._job.story.attempt(step.request.id, route.prefill, route.decode, path)
+        self._tried = self._job.story.attempt(task.request_id, route.prefill, route.decode, path, task.transfer_id)
         prefill = None if route.prefill is None else fleet.workers[route.prefill]
         return Attempt(
             task, prefill, fleet.workers[route.decode], self._job.deadline, self._job.headers, self._service.spawn

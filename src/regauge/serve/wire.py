@@ -6,18 +6,18 @@
 | `POST /internal/generate` | decode | `Generate` | 200, then one `Event` a line (NDJSON) |
 | `POST /internal/prefill` | prefill | `Prefill` | 200 and `Prefilled`, once the KV cache is committed |
 | `GET /debug/transfers?limit=N` | both | - | `WorkerState` |
+| `GET /internal/trace/{transfer_id}` | both | - | `move.events.Traces`: what has happened to the transfer here |
 | `GET /internal/cache?since=N&instance=I` | both | - | `CacheNews`: what the prefix cache has gained and lost after event N |
 | `DELETE /internal/cache` | both | - | likewise, once all is given up that nobody reads |
 | `DELETE /internal/requests/{request_id}` | both | - | 200 and `Aborted`; pages are freed |
 | `GET /internal/receipts?since=N&limit=M` | both | - | `Receipts`: the oldest after the N-th |
 | `POST /internal/role` | both | `Roles` | `Health`: it takes requests of these roles alone from now on |
 
-An error before the first byte of an answer is an `ErrorEvent` under the HTTP status that `STATUS` gives for
-its code. The decode stream begins with the transfer, so that an early end does not lose its figures. It carries *every* generated token, the one that prefill sampled included, and a stop
-token as well; `completion_tokens` counts them all. An answer that another worker began goes on from `generated`: only new tokens are sent and
-counted then, and what is there is counted as prompt. A finish or error event is the last line: a stream that ends
-without either means that the worker died. A client that closes its connection before then aborts the request. A
-worker keeps an idle connection for at least 5 seconds.
+An error before the first byte of an answer is an `ErrorEvent` under the HTTP status that `STATUS` gives for its code. The decode stream begins with
+the transfer, so that an early end does not lose its figures. It carries *every* generated token, the one that prefill sampled included, and a stop
+token as well; `completion_tokens` counts them all. An answer that another worker began goes on from `generated`: only new tokens are sent and counted
+then, and what is there is counted as prompt. A finish or error event is the last line: a stream that ends without either means that the worker died.
+A client that closes its connection before then aborts the request. A worker keeps an idle connection for at least 5 seconds.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from regauge.serve.health import NicLoad as NicLoad  # noqa: PLC0414  # re-expor
 
 GENERATE_PATH: Final = "/internal/generate"
 PREFILL_PATH: Final = "/internal/prefill"
+TRACE_PATH: Final = "/internal/trace"
 CACHE_PATH: Final = "/internal/cache"
 REQUESTS_PATH: Final = "/internal/requests"
 RECEIPTS_PATH: Final = "/internal/receipts"
@@ -50,7 +51,6 @@ DEBUG_PATH: Final = "/debug/transfers"
 WORKER_HOST: Final = "127.0.0.1"
 """Where a worker answers its gateway, which is on the same machine."""
 NDJSON: Final = "application/x-ndjson"
-
 MAX_RECEIPTS: Final = 1_000  # in one answer
 
 LOWEST_LOGPROB: Final = -9999.0

@@ -59,7 +59,7 @@ class Worker(abc.ABC):
         self.rails = rails
         self.pool, self.engine, self.scheduler = self.core.pool, self.core.engine, self.core.scheduler
         self.admission, self.ledger, self.notary = self.core.admission, self.core.ledger, self.core.notary
-        self.cache = self.core.cache
+        self.cache, self.events = self.core.cache, self.core.events
 
     def admit(self, request_id: str, tokens: int, pages: int) -> None:
         """Raise RefusalError for a request that cannot be taken at all."""
@@ -97,10 +97,16 @@ class Worker(abc.ABC):
         """Wait for the pages of a request whose text is computed here, as far as they do not hold it already; until then, it counts as to be computed."""
         self.core.uncomputed[body.request_id] = account.prompt
         text = self.cache.prompt([*body.token_ids, *body.generated], body.salt.encode())
-        leased = await self.admission.lease(body.transfer_id, self._pages(body), text)
+        leased = await self._pages_of(body, text)
         account.cached = leased.cached
         self.core.uncomputed[body.request_id] -= leased.cached
         return text, leased
+
+    async def _pages_of(self, body: wire.Generate | wire.Prefill, text: Prompt | None = None) -> Leased:
+        began = time.monotonic()
+        leased = await self.admission.lease(body.transfer_id, self._pages(body), text)
+        self.events.note(body.transfer_id, "pages", began, time.monotonic())
+        return leased
 
     def _queued(self, body: wire.Generate | wire.Prefill, began: float) -> float | None:
         """Return how long a request waited whose prompt was computed here; None: nothing was."""
@@ -117,6 +123,8 @@ class Worker(abc.ABC):
         last = self.core.scheduler.layers - 1
 
         def written(layer: int, start: int, count: int) -> None:
+            where = "", None, None, (layer, layer + 1), (start, start + count)
+            self.events.note(body.transfer_id, "computed", *self.engine.took, *where)
             if layer == last and body.request_id in self.core.uncomputed:
                 self._computed(body, account, start + count)
 
@@ -134,7 +142,7 @@ class DecodeWorker(Worker):
         super().__init__(spec_, memory, model, rails, core)
         config = spec_.config.transfer
         self.links = InboundLinks(spec_.name, bytes.fromhex(spec_.key), memory, rails, [self.pool], config,
-                                  judge(spec_.config.quality))  # fmt: skip
+                                  judge(spec_.config.quality), self.events)  # fmt: skip
         self.links.on_release = self.admission.pump
 
     def transfers(self) -> tuple[list[TransferState], list[LinkState]]:
@@ -164,7 +172,7 @@ class DecodeWorker(Worker):
         text: Prompt | None = None
         began, queued = time.monotonic(), None
         if body.prefill:
-            leased = await self.admission.lease(body.transfer_id, self._pages(body))
+            leased = await self._pages_of(body)
             queued = time.monotonic() - began
             arrived = await self._arrival(body, account)
         else:
@@ -233,7 +241,12 @@ class DecodeWorker(Worker):
     ) -> str:  # fmt: skip
         """Relay the engine's tokens; return why they ended. `text` is computed first, if it is given."""
         outputs: asyncio.Queue[Output] = asyncio.Queue()
-        await self.engine.add(request, outputs.put_nowait, None if text is None else self._written(body, account))
+
+        def take(output: Output) -> None:
+            self.events.note(body.transfer_id, "step", *self.engine.took)
+            outputs.put_nowait(output)
+
+        await self.engine.add(request, take, None if text is None else self._written(body, account))
         while True:
             output = await outputs.get()
             if output.error is not None:
@@ -267,7 +280,7 @@ class PrefillWorker(Worker):
     ) -> None:
         super().__init__(spec_, memory, model, rails, core)
         self.links = OutboundLinks(spec_.name, bytes.fromhex(spec_.key), memory, rails, spec_.config.transfer,
-                                   judge(spec_.config.quality))  # fmt: skip
+                                   judge(spec_.config.quality), self.events)  # fmt: skip
 
     def transfers(self) -> tuple[list[TransferState], list[LinkState]]:
         """Describe the transfers that go out, and the links they go over."""

@@ -27,6 +27,7 @@ from regauge.engines.local.kv import allocate
 from regauge.engines.local.model import LocalModel
 from regauge.errors import ConfigError, ProtocolError, RegaugeError
 from regauge.layout import files
+from regauge.move.events import Traces
 from regauge.move.plane import resolve
 from regauge.move.state import shown
 from regauge.move.transports import open_rails
@@ -68,6 +69,7 @@ def routes(worker: LocalWorker) -> list[Route]:
     return [
         Route(wire.HEALTH_PATH, guarded(api.health)),
         Route(wire.DEBUG_PATH, guarded(api.debug)),
+        Route(wire.TRACE_PATH + "/{transfer}", guarded(api.trace)),
         Route(wire.CACHE_PATH, guarded(partial(cache_news, worker.core)), methods=["GET", "DELETE"]),
         Route(wire.REQUESTS_PATH + "/{request_id}", guarded(api.delete), methods=["DELETE"]),
         Route(wire.RECEIPTS_PATH, guarded(api.receipts)),
@@ -86,6 +88,10 @@ class _Api:
 
     async def debug(self, request: HttpRequest) -> Response:
         return _json(self.worker.debug(shown(request.query_params.get("limit"))))
+
+    async def trace(self, request: HttpRequest) -> Response:
+        worker = self.worker
+        return _json(Traces.of(worker.core.events.of(request.path_params["transfer"], worker.spec.name)))
 
     async def delete(self, request: HttpRequest) -> Response:
         name, core = request.path_params["request_id"], self.worker.core

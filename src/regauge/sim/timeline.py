@@ -1,7 +1,4 @@
-"""A run as a time line for Perfetto (ui.perfetto.dev): Chrome's trace-event JSON, of the first requests.
-
-Format: "Trace Event Format" of the Chromium project (catapult), as Perfetto reads it: `ts` and `dur` in microseconds; `ph` is X for a span, b and e for the ends
-of an async one (joined by `cat` and `id`), s and f for a flow between spans, C for a counter, M for names.
+"""A run as a time line of trace events (`regauge.perfetto`), of the first requests.
 
 Processes are groups of tracks: 1 prefill (a track per worker: what it computes), 2 decode (each request an async span per worker), 3 NICs (a counter per decode
 worker), 4 requests (queue, prefill, transfer, decode of each). Everything is simulated.
@@ -18,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from regauge.errors import ConfigError
+from regauge.perfetto import Event, Track, process
 from regauge.sim import series
 from regauge.sim.log import FAILED, Log
 from regauge.sim.summary import OUTCOMES
@@ -26,7 +24,7 @@ MOST = 5_000
 """Requests of a time line: some 10 events each, which a browser still shows well."""
 BINS = 500
 """Points of a counter."""
-LANDING_US = 1.0
+LANDING_S = 1e-6
 PREFILL, DECODE, NICS, REQUESTS = 1, 2, 3, 4
 GROUPS = {
     PREFILL: "prefill workers (simulated)",
@@ -36,8 +34,6 @@ GROUPS = {
 }
 PHASES = (("queue", "at", "began"), ("prefill", "began", "computed"), ("transfer", "computed", "landed"),
           ("decode", "landed", "ended"))  # fmt: skip
-
-Event = dict[str, Any]
 
 
 def events(log: Log, *, first: int = MOST, begin_s: float = 0.0, end_s: float = float("inf")) -> Iterator[Event]:
@@ -70,18 +66,12 @@ def write(path: Path, log: Log, *, first: int = MOST, begin_s: float = 0.0, end_
     return count
 
 
-def _us(seconds: float) -> float:
-    return round(float(seconds) * 1e6, 3)
-
-
 def _names(log: Log, rows: NDArray[np.intp]) -> Iterator[Event]:
     for group, name in GROUPS.items():
-        yield {"ph": "M", "name": "process_name", "pid": group, "tid": 0, "args": {"name": name}}
-        yield {"ph": "M", "name": "process_sort_index", "pid": group, "tid": 0, "args": {"sort_index": group}}
+        yield from process(group, name)
     for group, column, letter in ((PREFILL, log.prefill, "p"), (DECODE, log.decode, "d")):
         for worker in _workers(column[rows]):
-            yield {"ph": "M", "name": "thread_name", "pid": group, "tid": worker + 1,
-                   "args": {"name": f"{letter}{worker}"}}  # fmt: skip
+            yield Track(group, worker + 1).named(f"{letter}{worker}")
 
 
 def _request(log: Log, row: int) -> Iterator[Event]:
@@ -95,16 +85,14 @@ def _request(log: Log, row: int) -> Iterator[Event]:
         yield from _span(REQUESTS, 0, "request", name, phase, _interval(log, row, begin, end), {})
     computed = _interval(log, row, "began", "computed")
     if prefill >= 0 and computed is not None:
-        at = {"pid": PREFILL, "tid": prefill + 1}
-        yield {"ph": "X", "name": name, "cat": "prefill", "ts": _us(computed[0]),
-               "dur": _us(computed[1] - computed[0]), **at, "args": told}  # fmt: skip
+        sends, takes = Track(PREFILL, prefill + 1), Track(DECODE, decode + 1)
+        yield sends.span("prefill", name, *computed, told)
         if log.outcome[row] != FAILED and not np.isnan(log.landed[row]):
-            yield {"ph": "s", "name": "kv", "cat": "transfer", "id": row, "ts": _us(computed[0]), **at}
+            landed = float(log.landed[row])
+            yield sends.leaves("transfer", "kv", row, computed[0])
             # A flow ends in a span of a thread, and decode's own are async: so the landing is one, too.
-            yield {"ph": "X", "name": f"{name} landed", "cat": "transfer", "ts": _us(log.landed[row]), "dur": LANDING_US,
-                   "pid": DECODE, "tid": decode + 1, "args": {}}  # fmt: skip
-            yield {"ph": "f", "bp": "e", "name": "kv", "cat": "transfer", "id": row, "ts": _us(log.landed[row]),
-                   "pid": DECODE, "tid": decode + 1}  # fmt: skip
+            yield takes.span("transfer", f"{name} landed", landed, landed + LANDING_S)
+            yield takes.comes("transfer", "kv", row, landed)
     if decode >= 0:
         held = _interval(log, row, "landed", "ended")
         yield from _span(DECODE, decode + 1, "decode", name, name, held, told)
@@ -116,9 +104,7 @@ def _span(
     """An async span, nothing where a request never got so far."""
     if interval is None or np.isnan(interval).any():
         return
-    same = {"cat": category, "id": f"{category} {ident}", "name": name, "pid": group, "tid": track}
-    yield {"ph": "b", "ts": _us(interval[0]), **same, "args": told}
-    yield {"ph": "e", "ts": _us(interval[1]), **same}
+    yield from Track(group, track).around(category, f"{category} {ident}", name, *interval, told)
 
 
 def _interval(log: Log, row: int, begin: str, end: str) -> tuple[float, float] | None:
@@ -135,8 +121,7 @@ def _counters(log: Log, rows: NDArray[np.intp]) -> Iterator[Event]:
     for worker in _workers(part.decode):
         loads = series.inflow(part, edges, worker) / 1e9
         for at, load in zip(edges, [*loads, 0.0], strict=False):
-            yield {"ph": "C", "name": f"d{worker} GB/s", "pid": NICS, "tid": 0, "ts": _us(at),
-                   "args": {"GB/s": round(float(load), 6)}}  # fmt: skip
+            yield Track(NICS, 0).counter(f"d{worker} GB/s", float(at), {"GB/s": round(float(load), 6)})
 
 
 def _workers(column: Iterable[Any]) -> list[int]:

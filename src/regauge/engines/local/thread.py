@@ -44,6 +44,10 @@ class EngineThread:
         self._began: dict[str, float] = {}
         """Of requests whose prompt is computed here: when the step began that took it up."""
         self._step_began = 0.0
+        self._layer = (-1, 0.0, 0.0)
+        """Of the step under way: the layer computed last, when it was begun and when it was ready. For the thread."""
+        self.took = (0.0, 0.0)
+        """When what is being told was begun, and when it was ready, by CLOCK_MONOTONIC: a layer, or a step. For callbacks."""
         self.speed = Speed()
         self.failed: asyncio.Future[None] = self._loop.create_future()
         """Raises what ended the thread, if anything does."""
@@ -105,9 +109,10 @@ class EngineThread:
             while self._obey():
                 if self._scheduler.has_work:
                     begun = self._step_began = time.monotonic()
+                    self._layer = (-1, begun, begun)
                     outputs = self._scheduler.step(self._on_layer)
-                    seconds = time.monotonic() - begun
-                    self._loop.call_soon_threadsafe(self._deliver, outputs, self._scheduler.work, seconds)
+                    took = begun, time.monotonic()
+                    self._loop.call_soon_threadsafe(self._deliver, outputs, self._scheduler.work, took)
         except Exception as error:
             log.exception("the engine's thread ended")
             self._loop.call_soon_threadsafe(_fail, self.failed, EngineError(f"the engine ended: {error}"))
@@ -125,17 +130,25 @@ class EngineThread:
             command()
 
     def _on_layer(self, request_id: str, layer: int, start: int, count: int) -> None:
-        self._loop.call_soon_threadsafe(self._mark, self._step_began, request_id, layer, start, count)
+        last, begun, ready = self._layer
+        if layer != last:
+            begun, ready = ready, time.monotonic()
+            self._layer = (layer, begun, ready)
+        self._loop.call_soon_threadsafe(self._mark, self._step_began, (begun, ready), request_id, layer, start, count)
 
-    def _mark(self, began: float, request_id: str, layer: int, start: int, count: int) -> None:
+    def _mark(
+        self, began: float, took: tuple[float, float], request_id: str, layer: int, start: int, count: int
+    ) -> None:
         callbacks = self._callbacks.get(request_id)
         if callbacks is not None:
             self._began.setdefault(request_id, began)
+        self.took = took
         if callbacks is not None and callbacks.layers is not None:
             callbacks.layers(layer, start, count)
 
-    def _deliver(self, outputs: list[Output], work: Work, seconds: float) -> None:
-        self.speed.add(work, seconds)
+    def _deliver(self, outputs: list[Output], work: Work, took: tuple[float, float]) -> None:
+        self.speed.add(work, took[1] - took[0])
+        self.took = took
         for output in outputs:
             callbacks = self._callbacks.get(output.request_id)
             if output.finish_reason is not None:
