@@ -18,14 +18,14 @@ from regauge.move.events import Event
 from regauge.serve.recent import Try
 from regauge.serve.tracing import Told, Traced
 
-OTHERS: Final = 74
-"""Characters of a row beside the bar."""
-LEAST: Final = 16
+LEAST: Final = 12
 MOST: Final = 72
-"""Of the bar."""
+"""Characters of the bar; where there are fewer, there is none."""
+GAP: Final = 2
+"""Between two columns."""
 _MANY: Final = {
-    "computed": "layers computed", "credit": "words of credit", "gather": "chunks gathered", "write": "chunks written",
-    "check": "chunks checked", "step": "decode steps", "want": "words of want", "written": "words of chunks written",
+    "computed": "layer", "credit": "word{s} of credit", "gather": "chunk{s} gathered", "write": "chunk{s} written",
+    "check": "chunk{s} checked", "step": "decode step{s}", "want": "word{s} of want", "written": "word{s} of chunks written",
 }  # fmt: skip
 """Shown together, from the first one's beginning to the last one's end."""
 
@@ -43,11 +43,10 @@ class Row:
 
 def render(line: Traced, width: int) -> RenderableType:
     """Return the view of a request."""
-    cells = max(LEAST, min(MOST, width - OTHERS))
     parts: list[RenderableType] = [_head(line)]
     for tried in line.tries:
         told = [one for one in line.told if one.attempt == tried.name]
-        parts += ["", _title(tried), _table(list(rows(tried, told)), cells)]
+        parts += ["", _title(tried), _table(list(rows(tried, told)), width)]
     parts += [Text(plain(word), style="yellow") for word in (*line.missing, *line.doubts)]
     parts += _clocks(line.told)
     return Group(*parts)
@@ -61,7 +60,7 @@ def rows(tried: Try, told: Iterable[Told]) -> Iterator[Row]:
     ]
     if tried.tokens_s:
         count = len(tried.tokens_s) + tried.more_tokens
-        found.append(Row("gateway", f"{count} tokens", tried.tokens_s[0], tried.tokens_s[-1]))
+        found.append(Row("gateway", _count(count, "token{s}"), tried.tokens_s[0], tried.tokens_s[-1]))
     found += chain.from_iterable(_rank(one) for one in told)
     return iter(sorted(found, key=lambda row: (row.begin, -row.end)))
 
@@ -83,12 +82,16 @@ def _rank(told: Told) -> Iterator[Row]:
 def _together(name: str, events: list[Event]) -> str:
     if name == "computed":
         layers = max(e.layers[1] for e in events if e.layers) - min(e.layers[0] for e in events if e.layers)
-        chunks = len({e.tokens for e in events})
-        return f"{layers} layers computed, {chunks} {'chunk' if chunks == 1 else 'chunks'} of tokens"
+        return f"{_count(layers, 'layer{s} computed')}, {_count(len({e.tokens for e in events}), 'chunk{s} of tokens')}"
+    counted = _count(len(events), _MANY[name])
     if name in ("credit", "want"):
-        return f"{len(events)} {_MANY[name]}, {size(max(e.nbytes or 0 for e in events))}"
+        return f"{counted}, {size(max(e.nbytes or 0 for e in events))}"
     nbytes = sum(e.nbytes or 0 for e in events)
-    return f"{len(events)} {_MANY[name]}" + (f", {size(nbytes)}" if nbytes else "")
+    return counted + (f", {size(nbytes)}" if nbytes else "")
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what.format(s='' if number == 1 else 's')}"
 
 
 def _head(line: Traced) -> Text:
@@ -114,17 +117,31 @@ def _title(tried: Try) -> Text:
     return text
 
 
-def _table(found: list[Row], cells: int) -> Table:
+def _table(found: list[Row], width: int) -> Table:
     low = min([0.0, *(row.begin for row in found)])
     high = max([low + 1e-6, *(row.end for row in found)])
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for title, justify in (("where", "left"), ("what", "left"), ("from", "right"), ("for", "right"), ("", "left")):
-        table.add_column(title, justify=justify, no_wrap=True)  # type: ignore[arg-type]  # rich's literals
-    for row in found:
-        length = seconds(row.end - row.begin) if row.end > row.begin else ""
-        drawn = bar((row.begin - low) / (high - low), (row.end - low) / (high - low), cells)
-        words = (plain(row.where), plain(row.what), seconds(row.begin), length, drawn)
-        table.add_row(*(Text(word, style=row.style) for word in words))
+    cells = [
+        (
+            plain(row.where),
+            plain(row.what),
+            seconds(row.begin),
+            seconds(row.end - row.begin) if row.end > row.begin else "",
+        )
+        for row in found
+    ]
+    titles = ("where", "what", "from", "for")
+    used = sum(
+        max(map(len, (title, *column))) + GAP for title, column in zip(titles, zip(*cells, strict=True), strict=True)
+    )
+    room = min(MOST, width - used)
+    table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="dim")
+    for title in titles:
+        table.add_column(title, justify="right" if title in titles[2:] else "left", no_wrap=True)
+    if room >= LEAST:
+        table.add_column("", no_wrap=True)
+    for row, words in zip(found, cells, strict=True):
+        drawn = bar((row.begin - low) / (high - low), (row.end - low) / (high - low), room) if room >= LEAST else ""
+        table.add_row(*(Text(word, style=row.style) for word in (*words, *([drawn] if drawn else []))))
     return table
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
 from aiohttp import web
+from msgspec.structs import replace
 
 from regauge.config import Role
+from regauge.move.events import Event, Trace, Traces
 from regauge.move.protocol import Stages, TransferState
 from regauge.move.state import LinkState, PoolState, Totals, WorkerState, bounded, shown
 from regauge.serve import wire
@@ -50,6 +53,10 @@ class EchoWorker:
         self.cached = 0
         self.totals = Totals()
         self.transfers: list[TransferState] = []
+        self.events: dict[str, list[Event]] = {}
+        """What it tells of transfers, at times of this process."""
+        self.skew_s = 0.0
+        """Its clock before this process's."""
         self.answer: Callable[[list[int]], str] | None = None
         self.generates: list[wire.Generate] = []
         self.prefills: list[wire.Prefill] = []
@@ -73,6 +80,7 @@ class EchoWorker:
         app = web.Application(middlewares=[self._guard])
         app.router.add_get(wire.HEALTH_PATH, self._health)
         app.router.add_get(wire.DEBUG_PATH, self._debug)
+        app.router.add_get(wire.TRACE_PATH + "/{id}", self._trace)
         app.router.add_post(wire.GENERATE_PATH, self._generate)
         app.router.add_post(wire.PREFILL_PATH, self._prefill)
         app.router.add_delete(wire.REQUESTS_PATH + "/{id}", self._abort)
@@ -135,6 +143,14 @@ class EchoWorker:
         )  # fmt: skip
         state = bounded(state, shown(request.query.get("limit")))
         return web.Response(body=wire.encode(state))
+
+    async def _trace(self, request: web.Request) -> web.Response:
+        if self.frozen is not None:
+            await self.frozen.wait()
+        events = self.events.get(request.match_info["id"], [])
+        moved = [replace(e, begin_s=e.begin_s + self.skew_s, end_s=e.end_s + self.skew_s) for e in events]
+        traces = [Trace(request.match_info["id"], self.name, moved)] if moved else []
+        return web.Response(body=wire.encode(Traces(time.monotonic() + self.skew_s, traces)))
 
     async def _prefill(self, request: web.Request) -> web.Response:
         body = msgspec.json.decode(await request.read(), type=wire.Prefill)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import time
-from typing import Any
 
 import msgspec
 import pytest
@@ -12,11 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from serve_rig import STEADY, Rig, open_rig
 
+from perfetto_format import check
 from regauge.move.protocol import Stages
 from regauge.serve import wire
 from regauge.serve.perfetto import trace_events
 from regauge.serve.recent import MOST_TOKENS, MOST_TRIES, Recent, Story, TimeLine, Tried
 from regauge.serve.text import Tokenizer
+from regauge.serve.tracing import Traced
 
 CHAT = {"model": "echo-1", "messages": [{"role": "user", "content": "Tell me of the gauge."}], "max_tokens": 5}
 LENGTH = st.floats(0, 100)
@@ -81,18 +82,6 @@ async def test_perfetto_gets_a_file(tokenizer: Tokenizer) -> None:
         assert {e["args"]["name"] for e in body["traceEvents"] if e["name"] == "process_name"} == {"gateway", "prefill-0", "decode-0"}  # fmt: skip
 
 
-def check(body: dict[str, Any]) -> None:
-    """What the format asks: every span has a length, both ends of a flow lie in spans of their tracks."""
-    events = body["traceEvents"]
-    spans = [e for e in events if e["ph"] == "X"]
-    assert all(e["dur"] >= 0 for e in spans)
-    named = {(e["pid"], e["tid"]) for e in events if e["ph"] == "M" and e["name"] == "thread_name"}
-    assert {(e["pid"], e["tid"]) for e in events if e["ph"] == "i"} <= named
-    for end in (e for e in events if e["ph"] in "sf"):
-        near = [e for e in spans if (e["pid"], e["tid"]) == (end["pid"], end["tid"])]
-        assert any(e["ts"] - 0.01 <= end["ts"] <= e["ts"] + e["dur"] + 0.01 for e in near)
-
-
 @STEADY
 @given(st.builds(Stages, *[LENGTH] * 5), LENGTH, LENGTH, LENGTH, LENGTH, st.integers(0, 20))
 def test_steps_follow_each_other_and_are_as_long_as_was_told(
@@ -121,7 +110,8 @@ def test_steps_follow_each_other_and_are_as_long_as_was_told(
     recent.add("a", story)
     found = recent.of("a")
     assert found is not None
-    check(msgspec.to_builtins(trace_events(found)))
+    line = found.time_line()
+    check(trace_events(Traced(line.request, line.tries, [], [], [])))
 
 
 def test_all_of_it_is_bounded() -> None:
@@ -149,8 +139,7 @@ def test_a_name_that_is_used_again_is_of_the_newer_request() -> None:
         recent.add("same", story)
     assert [line.id for line in recent.newest(9).requests] == ["same"]
     found = recent.of("same")
-    assert found is not None
-    assert found.request.prompt_tokens == second.prompt_tokens
+    assert found is second
 
 
 def test_a_running_request_counts_its_tokens() -> None:
