@@ -195,8 +195,8 @@ class InboundLinks:
                             incoming = self._incoming[message.transfer]
                             ranges = link.checker.lent(link.modes, incoming.tables, (message.first, incoming.tokens))
                             self._lending.lend(message.transfer, message.epoch, link.sessions, ranges)
+                        self.events.word(peer, message, "sent")  # before: its taking may come first on another core
                         link.channel.send(message)
-                        self.events.word(peer, message, "sent")
                 case Check(peer):
                     link = self._links[peer]
                     self._tasks.spawn(self._check(link, action), link.checks)

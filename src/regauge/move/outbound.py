@@ -144,8 +144,8 @@ class OutboundLinks:
             match action:
                 case Send(peer, message):
                     if peer in self._links:
+                        self.events.word(peer, message, "sent")  # before: its taking may come first on another core
                         self._links[peer].channel.send(message)
-                        self.events.word(peer, message, "sent")
                 case Write(peer):
                     link = self._links[peer]
                     if not link.closing:  # else `link_lost` comes, and begins anew or ends the transfer

@@ -1,7 +1,7 @@
 """One request on one time line, over the gateway and its workers: what `GET /debug/trace/{id}` answers.
 
-Each worker tells by its own clock. Its difference from the gateway's is estimated from exchanges: a word that was written between question and answer was
-written halfway, give or take half of the time between (Cristian, "Probabilistic clock synchronization", 1989); the shortest of a few exchanges counts.
+Each worker tells by its own clock. Its difference from the gateway's is estimated from exchanges: what a clock said was said between question and answer,
+which bounds the difference from both sides (Cristian, "Probabilistic clock synchronization", 1989); of a few exchanges the narrowest bounds count.
 Clocks drift apart since the request was there, by DRIFT at most. Events are moved by the estimate and by nothing else: where one then comes
 before what caused it, by more than both clocks may be off, that is said.
 """
@@ -22,7 +22,7 @@ from regauge.move.events import Event, Trace
 from regauge.serve.recent import Story, TimeLine, Try
 from regauge.serve.workers import Worker
 
-PINGS: Final = 3
+PINGS: Final = 5
 """Short exchanges before the one that brings the events."""
 NOBODY: Final = "-"
 """No transfer has this name."""
@@ -83,20 +83,21 @@ async def _ask(story: Story, tried: Try, role: Role, name: str, worker: Worker |
     if worker is None:
         return f"{name} is no worker of this gateway any more"
     deadline = asyncio.get_running_loop().time() + ASK_S
-    clocks: list[tuple[float, float]] = []
+    bounds: list[tuple[float, float]] = []
     try:
         for transfer in (*[NOBODY] * PINGS, tried.transfer):
             begun = time.monotonic()
             ranks = await worker.client.trace(transfer, deadline)
             ended = time.monotonic()
-            new = [((ended - begun) / 2, each.clock_s - (begun + ended) / 2) for each in ranks]
-            clocks = [min(pair) for pair in zip(clocks, new, strict=True)] if clocks else new
+            new = [(each.clock_s - ended, each.clock_s - begun) for each in ranks]
+            old = bounds or new
+            bounds = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(old, new, strict=True)]
     except (RegaugeError, ValueError) as error:  # the latter: it has another number of ranks all of a sudden
         return f"{name} does not tell: {error}"
     drift = DRIFT * (ended - story.arrived)
     told = [
-        _placed(story, tried, role, name, trace, offset, half + drift)
-        for (half, offset), rank in zip(clocks, ranks, strict=True)
+        _placed(story, tried, role, name, trace, (low + high) / 2, abs(high - low) / 2 + drift)
+        for (low, high), rank in zip(bounds, ranks, strict=True)
         for trace in rank.traces
     ]
     return told or f"{name} keeps nothing of {tried.name} (any more)"
