@@ -26,8 +26,6 @@ MAX_MESSAGE = 500
 _NO_JSON = (UnicodeDecodeError, RecursionError)
 """What msgspec raises beside its own errors for bytes that are no text, and for endless nesting."""
 MIN_INTERVAL_S = 0.1
-TRIES = 12
-"""Several gateway processes share a port, and each knows its own requests alone: so many are asked, each by a new connection."""
 FILE_WIDTH = 160
 """Characters of a line where the output is no terminal and COLUMNS is not set."""
 
@@ -44,7 +42,7 @@ def arguments(top: argparse.ArgumentParser) -> None:
     top.add_argument(
         "--limit", type=int, default=20, metavar="N", help="transfers shown per worker, default %(default)s"
     )
-    top.epilog = "Exit code 1: no gateway answers, or, with --once or --json, a worker does not. Ctrl-C ends the view."
+    top.epilog = "Exit code 1: no gateway answers, or, with --once or --json, a worker or one of several gateway processes does not. Ctrl-C ends the view."
 
 
 @dataclass(frozen=True)
@@ -98,17 +96,6 @@ class Gateway:
         return bytes(body)
 
 
-def ask_each(gateway: Gateway, path: str) -> bytes:
-    """Return what the gateway process answers that knows of what the path names. Raises as `Gateway.fetch`."""
-    for _ in range(TRIES - 1):
-        try:
-            return gateway.fetch(path)
-        except ProtocolError as error:
-            if " answers 404: " not in str(error):
-                raise
-    return gateway.fetch(path)
-
-
 def _message(body: bytes) -> str:
     """Return what an error body says, or its beginning."""
     import msgspec
@@ -155,7 +142,7 @@ def run(options: argparse.Namespace) -> int:
         console.print(render(look, width=console.width))
     else:
         return _watch(gateway, look, options.interval, options.limit)
-    return 0 if all(worker.state is not None for worker in look.workers) else 1
+    return 0 if all(worker.state is not None for worker in look.workers) and not look.silent else 1
 
 
 def _watch(gateway: Gateway, look: Live, interval: float, limit: int) -> int:

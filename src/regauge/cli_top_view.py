@@ -46,6 +46,7 @@ def render(
     parts: list[RenderableType] = [head]
     if note:
         parts.append(Text(plain(note), style="bold red"))
+    parts += [Text(plain(word), style="bold red") for word in now.silent]
     if isinstance(now, Live):
         parts += ["", *figures(now, then)]
     for worker in now.workers:

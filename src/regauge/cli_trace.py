@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
-from regauge.cli_top import FILE_WIDTH, Gateway, ask_each, plain
+from regauge.cli_top import FILE_WIDTH, Gateway, plain
 from regauge.cli_why import MAX_NAME
 from regauge.errors import ConfigError, ProtocolError
 
@@ -43,8 +43,8 @@ def run(options: argparse.Namespace) -> int:
     gateway = Gateway.parse(options.url)
     path = f"{TRACE}/{quote(name, safe='')}"
     if options.perfetto is not None:
-        return _write(ask_each(gateway, f"{path}?format=perfetto"), Path(options.perfetto), gateway.url)
-    body = ask_each(gateway, path)
+        return _write(gateway.fetch(f"{path}?format=perfetto"), Path(options.perfetto), gateway.url)
+    body = gateway.fetch(path)
     if options.json:
         import msgspec
 

@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
-from regauge.cli_top import Gateway, ask_each, plain
+from regauge.cli_top import Gateway, plain
 from regauge.errors import ConfigError, ProtocolError
 
 if TYPE_CHECKING:
@@ -31,13 +31,14 @@ def run(options: argparse.Namespace, *, say: Callable[[str], None] = print) -> i
     name = options.request
     if not (0 < len(name) <= MAX_NAME and name.isprintable()):
         raise ConfigError(f"REQUEST_ID: give up to {MAX_NAME} printable characters, as X-Request-Id has them")
-    body = ask_each(Gateway.parse(options.url), f"/debug/why/{quote(name, safe='')}")
+    body = Gateway.parse(options.url).fetch(f"/debug/why/{quote(name, safe='')}")
     if options.json:
         say(msgspec.json.format(body, indent=2).decode())
         return 0
     try:
-        found = msgspec.json.decode(body)["requests"]
-        texts = [str(each["text"]) for each in found]
+        found = msgspec.json.decode(body)
+        texts = [str(each["text"]) for each in found["requests"]]
+        texts += [f"{each}: what it knows is not here" for each in found.get("silent", [])]
     except (msgspec.DecodeError, LookupError, TypeError) as error:
         raise ProtocolError(f"{options.url} is no gateway of this version: {plain(str(error))}") from error
     say("\n\n".join("\n".join(map(plain, text.splitlines())) for text in texts))

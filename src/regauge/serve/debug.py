@@ -35,9 +35,11 @@ class Overview(msgspec.Struct, frozen=True):
     path: str
     """Of the pair of layouts."""
     requests: int
-    """In the house."""
+    """In the house, of all gateway processes."""
     unix_s: float
     workers: list[WorkerView]
+    silent: list[str] = msgspec.field(default_factory=list)
+    """Gateway processes that do not answer, and why."""
 
 
 class Series(msgspec.Struct, frozen=True):
@@ -47,7 +49,7 @@ class Series(msgspec.Struct, frozen=True):
     value: float
 
 
-class Live(Overview, frozen=True):
+class Live(Overview, frozen=True, kw_only=True):
     """The gateway and its workers, with the metrics."""
 
     metrics: dict[str, list[Series]]

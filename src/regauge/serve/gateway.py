@@ -118,6 +118,7 @@ def build_app(
     }  # fmt: skip
     app = Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
     app.state.management = operations.app(handlers)
+    app.state.operations = operations
     app.state.house = house
     app.state.gateway = gateway
     app.state.router = fleet.router
@@ -138,7 +139,10 @@ async def serve(app: Front, config: ServeConfig, place: Place = ALONE, *, grace_
         )
     management = place.management_listener(config)
     beside = None if management is None else (app.state.management, management)
-    server = Server(app, grace_s, rules=rules, tls=tls, private=place.private, beside=beside)
+    operations: Operations = app.state.operations
+    operations.siblings = place.siblings(config)
+    private = None if place.private is None else (operations.private(), place.private)
+    server = Server(app, grace_s, rules=rules, tls=tls, private=private, beside=beside)
     tenants: Tenants = app.state.tenants
     gateway: Gateway = app.state.gateway
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -18,17 +16,18 @@ from regauge import __version__
 from regauge.errors import ProtocolError
 from regauge.move.state import shown
 from regauge.observe import Metrics
-from regauge.serve import live, openapi, wire
+from regauge.serve import live, openapi, siblings, wire
 from regauge.serve.answer import JSON, Envelope, House
-from regauge.serve.cards import Health, Ready, Routed, Verdict, Version, WorkerHealth
+from regauge.serve.cards import Health, Ready, Verdict, Version, WorkerHealth
 from regauge.serve.dashboard import Dashboard
-from regauge.serve.debug import Overview, is_loopback
+from regauge.serve.debug import Live, is_loopback
 from regauge.serve.openai import ApiError, bad
+from regauge.serve.own import Own
 from regauge.serve.perfetto import trace_events
 from regauge.serve.recent import MOST_REQUESTS
 from regauge.serve.relay import Service
+from regauge.serve.siblings import Siblings
 from regauge.serve.tracing import trace
-from regauge.serve.workers import view
 
 WHY_PATH: Final = "/debug/why"
 REQUESTS_PATH: Final = "/debug/requests"
@@ -46,6 +45,9 @@ class Operations:
         self._house = house
         self._metrics = metrics
         self._document = openapi.document(service.model, keys=keys)
+        self._own = Own(service)
+        self.siblings = Siblings()
+        """Whom it asks for what it does not keep itself."""
 
     def app(self, handlers: Mapping[Any, ExceptionHandler]) -> ASGIApp:
         """Return what the management plane's listener answers: the same routes and nothing else, for whoever reaches it."""
@@ -56,6 +58,11 @@ class Operations:
             await inner(scope, receive, send)
 
         return marked
+
+    def private(self) -> ASGIApp:
+        """Return what supervisor and siblings are answered by, on the private socket: neither counted nor logged."""
+        asked = [Route("/health", self.health), Route("/ready", self.ready), Route("/metrics", self.scrape)]
+        return Starlette(routes=[*asked, *self._own.routes()])
 
     def routes(self) -> list[Route]:
         """Return the routes; `observe.ROUTES` lists the same for the metrics' labels."""
@@ -110,34 +117,29 @@ class Operations:
     async def debug(self, request: Request) -> Response:
         """`GET /debug/transfers`: how transfers, links and pools of all workers stand; for this machine only."""
         _need_loopback(request, wire.DEBUG_PATH)
-        count = _limit(request)
-        fleet = self._service.fleet
-        views = await asyncio.gather(*(view(worker, count) for worker in fleet.ordered()))
-        overview = Overview(
-            __version__, self._service.model, fleet.verdict.path, self._house.choices, time.time(), list(views)
-        )
-        return Response(msgspec.json.encode(overview), media_type=JSON)
+        return _json(live.overview(await self._look(request)))
 
     async def live(self, request: Request) -> Response:
         """`GET /debug/live`: the metrics, and how all workers stand, in one answer; for this machine only."""
         _need_loopback(request, live.PATH)
-        service = self._service
-        found = await live.look(service.fleet, self._metrics, service.model, self._house.choices, _limit(request))
-        return _json(found)
+        return _json(await self._look(request))
 
     async def why(self, request: Request) -> Response:
         """`GET /debug/why/{id}`: how a request was routed, by its X-Request-Id or a receipt's id; for this machine only."""
         _need_loopback(request, WHY_PATH)
-        name, journal = request.path_params["id"], self._service.fleet.router.journal
-        found = [record for each in self._service.names.of(name) if (record := journal.of(each)) is not None]
-        if not found:
-            raise _unknown(name, "route.keep_routes")
-        return _json(Routed([{**record.data(), "text": record.text()} for record in found]))
+        name = request.path_params["id"]
+        heard = await self.siblings.decisions(name)
+        found = siblings.routed([self._own.decisions(name), *heard.answers], heard.silent)
+        if not found.requests:
+            raise _unknown(name, "route.keep_routes", heard.silent)
+        return _json(found)
 
     async def requests(self, request: Request) -> Response:
-        """`GET /debug/requests`: the newest requests of this gateway process; for this machine only."""
+        """`GET /debug/requests`: the newest requests; for this machine only."""
         _need_loopback(request, REQUESTS_PATH)
-        return _json(self._service.recent.newest(_limit(request)))
+        limit = _limit(request)
+        heard = await self.siblings.newest(limit)
+        return _json(siblings.newest([self._own.newest(limit), *heard.answers], limit, heard.silent))
 
     async def trace(self, request: Request) -> Response:
         """`GET /debug/trace/{id}`: a request's time line, with `?format=perfetto` for ui.perfetto.dev; for this machine only."""
@@ -145,15 +147,21 @@ class Operations:
         name, kind = request.path_params["id"], request.query_params.get("format", "json")
         if kind not in ("json", "perfetto"):
             raise bad("format", "format must be json or perfetto")
-        story = self._service.recent.of(name)
-        if story is None:
-            raise _unknown(name, str(MOST_REQUESTS))
-        found = await trace(story, self._service.fleet.workers)
+        heard, own = await self.siblings.kept(name), self._own.kept(name)
+        kept = siblings.latest([*([own] if own else []), *heard.answers])
+        if kept is None:
+            raise _unknown(name, str(MOST_REQUESTS), heard.silent)
+        found = await trace(kept, self._service.fleet.workers)
+        found = msgspec.structs.replace(found, missing=[*found.missing, *heard.silent])
         if kind == "json":
             return _json(found)
         answer = _json(trace_events(found))
         answer.headers["content-disposition"] = 'attachment; filename="regauge-trace.json"'
         return answer
+
+    async def _look(self, request: Request) -> Live:
+        service = self._service
+        return await live.look(service.fleet, self._metrics, service.model, self.siblings, _limit(request))
 
 
 def public(routes: Iterable[Route]) -> list[Route]:
@@ -161,9 +169,9 @@ def public(routes: Iterable[Route]) -> list[Route]:
     return [route for route in routes if route.path in ("/health", "/ready", "/version", openapi.PATH)]
 
 
-def _unknown(name: str, most: str) -> ApiError:
-    message = f"request {name!r} is not known to this gateway process: it keeps the newest {most} alone"
-    return ApiError(404, message, code="request_not_found")
+def _unknown(name: str, most: str, silent: Sequence[str]) -> ApiError:
+    said = "; ".join([f"request {name!r} is not known: a gateway process keeps the newest {most} alone", *silent])
+    return ApiError(404, said, code="request_not_found")
 
 
 def _limit(request: Request) -> int:

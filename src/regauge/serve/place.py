@@ -23,13 +23,14 @@ from regauge.observe import SHARED, Metrics
 from regauge.planes import listening, management
 from regauge.serve.buckets import Buckets
 from regauge.serve.server import listen
+from regauge.serve.siblings import Siblings
 
 BUCKETS: Final = "buckets"
 METRICS: Final = "metrics"
 
 
 def private_socket(folder: Path, number: int) -> Path:
-    """Return where a gateway process answers its supervisor, without TLS."""
+    """Return where a gateway process answers its supervisor and its siblings, without TLS."""
     return folder / f"gateway-{number}.sock"
 
 
@@ -68,8 +69,16 @@ class Place:
 
     @property
     def private(self) -> Path | None:
-        """Where its supervisor asks it."""
+        """Where its supervisor and its siblings ask it."""
         return private_socket(self.folder, self.number) if self.folder is not None and self.handle is not None else None
+
+    def siblings(self, config: ServeConfig) -> Siblings:
+        """Return the other gateway processes on its port."""
+        folder = self.folder
+        if folder is None or self.handle is None:
+            return Siblings()
+        others = (number for number in range(config.gateway.processes) if number != self.number)
+        return Siblings({f"gateway-{number}": private_socket(folder, number) for number in others})
 
 
 ALONE: Final = Place()

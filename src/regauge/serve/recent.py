@@ -86,6 +86,8 @@ class Requests(msgspec.Struct, frozen=True):
     requests: list[Line]
     hidden: int
     """That are kept and not shown."""
+    silent: list[str] = msgspec.field(default_factory=list)
+    """Gateway processes that do not answer, and why: theirs are not here."""
 
 
 class TimeLine(msgspec.Struct, frozen=True):

@@ -26,7 +26,7 @@ GRACE_S: Final = 10.0
 CLOSE_S: Final = 5.0
 BACKLOG: Final = 1_024
 SPARE: Final = 64
-"""Connections of the management plane beyond `gateway.max_connections`."""
+"""Connections of the management plane, or of supervisor and siblings, beyond `gateway.max_connections`."""
 PROXIES: Final = ["127.0.0.1", "::1", "::ffff:127.0.0.1"]
 """Whose X-Forwarded-For counts: this machine's, however it is spelled. Else what a proxy passes on would look like this machine."""
 _TICKS: Final = round(SWEEP_S / 0.1)
@@ -37,8 +37,8 @@ class Server(uvicorn.Server):
     """uvicorn for the gateway's app.
 
     On a signal (or `should_exit`) it stops accepting; requests that outlive the grace get an error event, not a
-    broken connection. `private`: also answer on this Unix socket, without TLS, for whoever may enter its folder: the supervisor. `beside`: another app, on a
-    listening socket of its own, without TLS: the management plane's.
+    broken connection. `private`: another app, on this Unix socket, without TLS, for whoever may enter its folder: the supervisor and the siblings. `beside`:
+    likewise on a listening socket of its own: the management plane's.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Server(uvicorn.Server):
         *,
         rules: GatewayConfig | None = None,
         tls: ssl.SSLContext | None = None,
-        private: Path | None = None,
+        private: tuple[ASGIApp, Path] | None = None,
         beside: tuple[ASGIApp, socket.socket] | None = None,
     ) -> None:
         metrics: Metrics = app.state.metrics
@@ -77,22 +77,24 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen."""
         await super().startup(sockets)
+        loop = asyncio.get_running_loop()
         if self._private is not None:
-            protocol = partial(
-                self._protocol,
-                local=True, config=self.config, server_state=self.server_state, app_state=self.lifespan.state,
-            )  # fmt: skip
-            self._private.unlink(missing_ok=True)  # of the process before this one
-            self.servers.append(await asyncio.get_running_loop().create_unix_server(protocol, self._private))
+            app, path = self._private
+            path.unlink(missing_ok=True)  # of the process before this one
+            self.servers.append(await loop.create_unix_server(self._of(app, local=True), path))
+            path.chmod(0o600)
         if self._beside is not None:
             app, listener = self._beside
-            config = uvicorn.Config(app, lifespan="off", log_config=None, server_header=False, proxy_headers=False)
-            config.load()
-            protocol = partial(
-                self._protocol, spare=SPARE,
-                config=config, server_state=self.server_state, app_state=self.lifespan.state,
-            )  # fmt: skip
-            self.servers.append(await asyncio.get_running_loop().create_server(protocol, sock=listener))
+            self.servers.append(await loop.create_server(self._of(app), sock=listener))
+
+    def _of(self, app: ASGIApp, *, local: bool = False) -> Any:
+        """Return what makes a connection to another app than the clients'."""
+        config = uvicorn.Config(app, lifespan="off", log_config=None, server_header=False, proxy_headers=False)
+        config.load()
+        state = self.lifespan.state
+        return partial(
+            self._protocol, spare=SPARE, local=local, config=config, server_state=self.server_state, app_state=state
+        )
 
     async def on_tick(self, counter: int) -> bool:
         """Look at all connections, now and then."""

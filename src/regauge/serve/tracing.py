@@ -12,14 +12,14 @@ import asyncio
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Final
+from typing import Final, Protocol
 
 import msgspec
 
 from regauge.config import Role
 from regauge.errors import RegaugeError
 from regauge.move.events import Event, Trace
-from regauge.serve.recent import Story, TimeLine, Try
+from regauge.serve.recent import TimeLine, Try
 from regauge.serve.workers import Worker
 
 PINGS: Final = 5
@@ -60,7 +60,18 @@ class Traced(TimeLine, frozen=True):
     """Events that seem to come before their cause, by more than the clocks' uncertainty."""
 
 
-async def trace(story: Story, workers: Mapping[str, Worker]) -> Traced:
+class Kept(Protocol):
+    """A request, as `Story` has it."""
+
+    @property
+    def arrived(self) -> float:
+        """When it came, by the monotonic clock."""
+
+    def time_line(self) -> TimeLine:
+        """Return it with all of its attempts."""
+
+
+async def trace(story: Kept, workers: Mapping[str, Worker]) -> Traced:
     """Ask the workers of a request's latest attempts what happened."""
     line = story.time_line()
     asked = [each for tried in line.tries[-MOST_TOLD:] for each in _workers(tried)]
@@ -78,7 +89,7 @@ def _workers(tried: Try) -> Iterator[tuple[Try, Role, str]]:
     yield tried, "decode", tried.decode
 
 
-async def _ask(story: Story, tried: Try, role: Role, name: str, worker: Worker | None) -> list[Told] | str:
+async def _ask(story: Kept, tried: Try, role: Role, name: str, worker: Worker | None) -> list[Told] | str:
     """Return what each rank tells, or why nothing does."""
     if worker is None:
         return f"{name} is no worker of this gateway any more"
@@ -103,7 +114,7 @@ async def _ask(story: Story, tried: Try, role: Role, name: str, worker: Worker |
     return told or f"{name} keeps nothing of {tried.name} (any more)"
 
 
-def _placed(story: Story, tried: Try, role: Role, name: str, trace: Trace, offset: float, uncertain: float) -> Told:
+def _placed(story: Kept, tried: Try, role: Role, name: str, trace: Trace, offset: float, uncertain: float) -> Told:
     back = offset + story.arrived
     events = [
         msgspec.structs.replace(event, begin_s=event.begin_s - back, end_s=event.end_s - back) for event in trace.events

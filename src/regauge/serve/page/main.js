@@ -40,17 +40,17 @@ function show(live, newest) {
   part("content").dataset.at = now.unix_s;
 }
 
-function say(text, bad) {
+function say(text, bad, old = bad) {
   const status = part("status");
   if (status.textContent !== text) status.textContent = text;
   status.classList.toggle("bad", bad);
-  part("content").classList.toggle("old", bad);
+  part("content").classList.toggle("old", old);
 }
 
 async function turn() {
   try {
     const told = await Promise.all([ask("debug/live?limit=50"), ask("debug/requests?limit=15")]);
-    say("live", false);
+    say(["live", ...told[0].silent].join("; "), told[0].silent.length > 0, false);
     show(...told);
   } catch (error) {
     if (!(error instanceof NoAnswer)) console.error(error);

@@ -131,8 +131,8 @@ export function trouble({ metrics }) {
   ], rows, "nothing", ({ what, where }) => `${what} ${where}`);
 }
 
-export function requests({ requests, hidden }) {
-  fill(part("requests"), `The newest, by this gateway process; open one for its time line${hidden ? ` (${whole(hidden)} older ones are kept)` : ""}`, [
+export function requests({ requests, hidden, silent }) {
+  fill(part("requests"), `The newest; open one for its time line${silent.map((each) => `; ${each}: its requests are not here`).join("")}${hidden ? ` (${whole(hidden)} older ones are kept)` : ""}`, [
     { title: "request", get: ({ id }) => ({ text: id, href: `#request=${encodeURIComponent(id)}` }), word: true },
     { title: "came", get: ({ unix_s: at }) => clock(at), word: true },
     { title: "outcome", get: ({ outcome, error }) => ({ text: error ? `${outcome}: ${error}` : outcome, kind: outcome === "failed" ? "bad" : "" }), long: true },
