@@ -52,7 +52,7 @@ def worker(
 
 
 def overview(*workers: WorkerView) -> Overview:
-    return Overview("1.2", "tiny", "CONVERT", 3, SINCE.timestamp(), list(workers))
+    return Overview("1.2", "tiny", "CONVERT", 3, SINCE.timestamp(), list(workers), [])
 
 
 def drawn(

@@ -69,5 +69,5 @@ class Routed(msgspec.Struct, frozen=True):
     """Answer of `GET /debug/why/{id}`: of each answer to the request's prompts, the decisions of the router and what became of them."""
 
     requests: list[dict[str, Any]]
-    silent: list[str] = msgspec.field(default_factory=list)
+    silent: list[str]
     """Gateway processes that do not answer, and why."""

@@ -38,7 +38,7 @@ class Overview(msgspec.Struct, frozen=True):
     """In the house, of all gateway processes."""
     unix_s: float
     workers: list[WorkerView]
-    silent: list[str] = msgspec.field(default_factory=list)
+    silent: list[str]
     """Gateway processes that do not answer, and why."""
 
 
@@ -49,7 +49,7 @@ class Series(msgspec.Struct, frozen=True):
     value: float
 
 
-class Live(Overview, frozen=True, kw_only=True):
+class Live(Overview, frozen=True):
     """The gateway and its workers, with the metrics."""
 
     metrics: dict[str, list[Series]]

@@ -42,7 +42,7 @@ async def look(fleet: Fleet, metrics: Metrics, model: str, siblings: Siblings, l
     fleet.count()
     found = series(metrics)
     house = int(sum(one.value for one in found.get(HOUSE, [])))
-    return Live(__version__, model, fleet.verdict.path, house, time.time(), views, silent, metrics=found)
+    return Live(__version__, model, fleet.verdict.path, house, time.time(), views, silent, found)
 
 
 def overview(look: Live) -> Overview:

@@ -86,7 +86,7 @@ class Requests(msgspec.Struct, frozen=True):
     requests: list[Line]
     hidden: int
     """That are kept and not shown."""
-    silent: list[str] = msgspec.field(default_factory=list)
+    silent: list[str]
     """Gateway processes that do not answer, and why: theirs are not here."""
 
 
@@ -249,7 +249,7 @@ class Recent:
     def newest(self, limit: int) -> Requests:
         """Return the newest ones."""
         now, stories = time.monotonic(), list(self._stories.values())
-        return Requests([story.line(now) for story in stories[: -limit - 1 : -1]], max(0, len(stories) - limit))
+        return Requests([story.line(now) for story in stories[: -limit - 1 : -1]], max(0, len(stories) - limit), [])
 
     def of(self, name: str) -> Story | None:
         """Return a request, by its name or that of one of its attempts; None: it is not kept."""
