@@ -20,7 +20,7 @@ import msgspec
 import pytest
 from prometheus_client.multiprocess import mark_process_dead
 from prometheus_client.parser import text_string_to_metric_families
-from serve_rig import MODEL, TEMPLATE, TOKEN, WAIT_S, free_port, open_rig, train
+from serve_rig import MODEL, TEMPLATE, TOKEN, WAIT_S, Rig, free_port, open_rig, train
 
 from certificates import Authority
 from regauge.config import LimitsConfig, PlanesConfig, ServeConfig
@@ -47,6 +47,12 @@ class Gateways:
     sockets: list[list[socket.socket]]
     """Of each process: for clients, and the management plane's."""
     running: dict[int, asyncio.subprocess.Process]
+    rig: Rig
+    """Whose workers they ask."""
+
+    def url(self, number: int) -> str:
+        """Where a process answers clients, for all or for itself."""
+        return f"http://127.0.0.1:{self.sockets[number][0].getsockname()[1]}"
 
     async def start(self, number: int) -> None:
         handles = [each.fileno() for each in self.sockets[number]]
@@ -81,8 +87,9 @@ class Gateways:
 
 @asynccontextmanager
 async def gateways(
-    tokenizer: Tokenizer, folder: Path, rules: GatewayConfig, planes: PlanesConfig | None = None
+    tokenizer: Tokenizer, folder: Path, rules: GatewayConfig, planes: PlanesConfig | None = None, *, apart: bool = False
 ) -> AsyncIterator[Gateways]:
+    """`apart`: each on a port of its own, so that a test can ask the one that it means."""
     (folder / "tokenizer.json").write_text(train().to_str(), encoding="utf-8")
     (folder / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
     (folder / METRICS).mkdir()
@@ -92,10 +99,11 @@ async def gateways(
         workers = [rig.prefill.address, rig.decode.address]
         spec = wire.GatewaySpec(config, str(folder), MODEL, TOKEN, workers, wire.VerdictInfo("DIRECT"))
         wire.write_spec(folder / "spec.json", spec)
-        made = [listeners(config.host, config.port, rules.processes)]
+        ports = range(rules.processes)
+        made = [[listen(config.host, 0) for _ in ports] if apart else listeners(config.host, config.port, len(ports))]
         if planes is not None:
             made.append(listeners(planes.management, planes.management_port, rules.processes))
-        found = Gateways(folder, config, [[*each] for each in zip(*made, strict=True)], {})
+        found = Gateways(folder, config, [[*each] for each in zip(*made, strict=True)], {}, rig)
         try:
             for number in range(rules.processes):
                 await found.start(number)
