@@ -170,7 +170,7 @@ def test_only_who_holds_the_key_may_ask(doors: Doors, auth: str | None) -> None:
         ("/transfers/x?wait_s=nan", 400, "wait_s must be"),
         ("/transfers/x?wait_s=soon", 400, "wait_s must be"),
         ("/status?limit=0", 400, "limit must be a whole number from 1 to 1000"),
-        ("/", 404, "there is /status and /transfers/NAME"),
+        ("/", 404, "there is /status, /transfers/NAME and /trace/NAME"),
     ],
 )
 def test_what_cannot_be_answered_is_said(doors: Doors, path: str, code: int, error: str) -> None:

@@ -186,7 +186,8 @@ class OutboundLinks:
 
     async def close(self) -> None:
         """End all links; transfers in flight fail."""
-        for task in (self._ticker, *self._relinking.values(), *self._opening.values()):
+        opening = list(self._opening.values())
+        for task in (self._ticker, *self._relinking.values(), *opening):
             if task is not None:
                 task.cancel()
         if self._waking is not None:
@@ -195,7 +196,7 @@ class OutboundLinks:
         links = list(self._links.values())
         for link in links:
             link.channel.close()
-        await asyncio.gather(*(link.task for link in links if link.task), return_exceptions=True)
+        await asyncio.gather(*opening, *(link.task for link in links if link.task), return_exceptions=True)
 
     async def _link(self, peer: str, address: Address) -> OutLink:
         """Return the link to a peer, once it stands: who asks, and is cancelled, leaves it to the others and to those to come."""
