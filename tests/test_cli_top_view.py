@@ -134,6 +134,11 @@ def test_workers_that_are_down_or_silent_are_named() -> None:
     assert "cannot reach it" in drawn(overview(silent), note="cannot reach it")
 
 
+def test_gateway_processes_that_do_not_answer_are_named() -> None:
+    text = drawn(msgspec.structs.replace(overview(worker()), silent=["gateway-1 does not answer: \x1b[2J"]))
+    assert "\ngateway-1 does not answer: ?[2J\n" in text
+
+
 def test_a_narrow_line_keeps_what_matters() -> None:
     view = overview(worker(transfer(leg()), links=(LinkState("p0", "up", "CONVERT", ["staged"], 1.0, "5e5510"),)))
     text = drawn(view, width=80)
