@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import http.client
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +25,9 @@ from regauge.engines.ended import Ended
 from regauge.engines.status import Status, TransferEnd, token
 from regauge.engines.status_door import StatusDoor
 from regauge.errors import ConfigError
+from regauge.move.events import Traces
+from regauge.serve import wire
+from regauge.serve.vllm import VllmClient
 
 TOKEN = token(KEY)
 Address = tuple[str, int]
@@ -116,6 +121,49 @@ def test_a_transfer_is_shown_while_it_runs_and_its_end_afterwards(doors: Doors) 
     assert ended(ends.into).transfer == ended(ends.out).transfer == "x"  # the engine is told as well
 
 
+def test_what_happened_to_a_transfer_is_told_by_each_end(doors: Doors) -> None:
+    doors.ends.begin("a/b c", 200)
+    doors.ends.complete("a/b c", 200)
+    nbytes = end_of(doors.decode.address, "a%2Fb%20c").wire_bytes
+    for address, name, chunk, layers in (
+        (doors.prefill.address, "p.0", "gather", 3),
+        (doors.decode.address, "d.0", "written", 0),
+    ):
+        code, body = ask(address, "/trace/a%2Fb%20c")
+        assert code == 200
+        told = msgspec.convert(body, Traces)
+        assert 0 <= time.monotonic() - told.clock_s < 20
+        [trace] = told.traces
+        assert (trace.worker, trace.transfer, trace.more) == (name, "a/b c", 0)
+        names = [event.name for event in trace.events]
+        assert {"offer", "grant", "commit", "delivered"} <= set(names)
+        assert sum(event.nbytes or 0 for event in trace.events if event.name == chunk) == nbytes
+        computed = {layer for e in trace.events if e.name == "computed" and e.layers for layer in range(*e.layers)}
+        assert computed == set(range(layers)), "as the engine says that they are there"
+    code, body = ask(doors.decode.address, "/trace/nobody")
+    assert (code, body["traces"]) == (200, [])
+
+
+def test_the_gateways_client_asks_every_rank(doors: Doors) -> None:
+    doors.ends.begin("x", 200)
+    doors.ends.complete("x", 200)
+    end_of(doors.decode.address, "x")
+    ranks = [
+        wire.RankAddress(name, ("127.0.0.1", 1), f"http://{door.address[0]}:{door.address[1]}")
+        for name, door in (("d.0", doors.decode), ("p.0", doors.prefill))
+    ]
+    address = wire.WorkerAddress("w", "decode", "http://127.0.0.1:1", ranks, engine="vllm")
+
+    async def asked() -> list[Traces]:
+        client = VllmClient(address, "", "m", KEY)
+        try:
+            return await client.trace("x", asyncio.get_running_loop().time() + 20)
+        finally:
+            await client.close()
+
+    assert [[trace.worker for trace in each.traces] for each in asyncio.run(asked())] == [["d.0"], ["p.0"]]
+
+
 def test_an_end_is_waited_for_also_before_its_transfer_is_known(doors: Doors) -> None:
     found: list[TransferEnd] = []
     asking = [
@@ -154,7 +202,7 @@ def test_layouts_are_read_back_equal_and_without_addresses(doors: Doors) -> None
     "auth", [None, "", "Bearer ", f"Bearer {TOKEN[:-1]}", f"Bearer {TOKEN}0", f"Basic {TOKEN}", "Bearer é"]
 )
 def test_only_who_holds_the_key_may_ask(doors: Doors, auth: str | None) -> None:
-    for path in ("/status", "/transfers/x", "/other"):
+    for path in ("/status", "/transfers/x", "/trace/x", "/other"):
         code, body = ask(doors.decode.address, path, auth=auth)
         assert (code, body) == (401, {"error": "wrong or missing bearer token"})
 
