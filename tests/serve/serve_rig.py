@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import socket
+import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -186,6 +187,16 @@ async def open_rig(
         finally:
             server.should_exit = True
             await asyncio.wait_for(serving, WAIT_S)
+
+
+async def command(rig: Rig, verb: str, *arguments: str) -> tuple[int | None, str, str]:
+    """Run `regauge VERB` against the rig as a user does; return its exit code, and what it printed and complained of."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "regauge", verb, "--url", rig.base, *arguments,
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    out, err = await asyncio.wait_for(process.communicate(), 60)
+    return process.returncode, out.decode(), err.decode()
 
 
 def free_port() -> int:

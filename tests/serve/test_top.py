@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager, suppress
 
 import msgspec
 import pytest
-from serve_rig import Rig, free_port, open_rig
+from serve_rig import Rig, command, free_port, open_rig
 from test_debug import transfer
 
 from regauge.cli import main
@@ -24,26 +24,17 @@ from regauge.serve.debug import Overview
 from regauge.serve.text import Tokenizer
 
 
-async def top(rig: Rig, *arguments: str) -> tuple[int | None, str, str]:
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "regauge", "top", "--url", rig.base, *arguments,
-        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-    )  # fmt: skip
-    out, err = await asyncio.wait_for(process.communicate(), 60)
-    return process.returncode, out.decode(), err.decode()
-
-
 @pytest.mark.anyio
 async def test_one_look_as_text_and_as_json(tokenizer: Tokenizer) -> None:
     async with open_rig(tokenizer) as rig:
         rig.decode.transfers = [transfer("0123456789abcdef")]
         rig.decode.totals = Totals(5, 5 << 20, {"lease": 1}, 2, 0)
-        code, text, err = await top(rig, "--once")
+        code, text, err = await command(rig, "top", "--once")
         assert (code, err) == (0, "")
         assert "decode-0 (decode)  -  5 delivered, 5.0 MiB, 2 resent, 1 failed: 1 lease" in text
         assert re.search(r"01234567 +granted +100 +1\.0 s +p0 .* 50% +1000 B", text)
         assert "\x1b" not in text
-        code, text, _ = await top(rig, "--json", "--limit", "3")
+        code, text, _ = await command(rig, "top", "--json", "--limit", "3")
         state = msgspec.json.decode(text, type=Overview).workers[1].state
         assert code == 0
         assert state is not None
@@ -55,7 +46,7 @@ async def test_a_worker_that_does_not_answer_is_a_problem(tokenizer: Tokenizer) 
     async with open_rig(tokenizer) as rig:
         await rig.decode.stop()
         await rig.until(lambda: rig.sample("regauge_worker_up", worker="decode-0", role="decode") == 0)
-        code, text, _ = await top(rig, "--once")
+        code, text, _ = await command(rig, "top", "--once")
         assert code == 1
         assert re.search(r"decode-0 \(decode\)  no answer, down since \d\d:\d\d:\d\d UTC: ", text)
         assert "prefill-0 (prefill)  -  0 delivered" in text
@@ -104,7 +95,7 @@ def _rest(fd: int) -> bytes:
 
 @pytest.mark.anyio
 async def test_another_server_is_told_from_a_gateway(rig: Rig) -> None:
-    code, _, err = await top(rig, "--url", rig.base + "/v1/models")
+    code, _, err = await command(rig, "top", "--url", rig.base + "/v1/models")
     assert code == 1
     assert re.search(r"regauge: error: http://.*/v1/models answers 404: .*not", err)
 

@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import sys
 import time
 from pathlib import Path
 
 import pytest
-from serve_rig import Rig, open_rig
+from serve_rig import command, open_rig
 from test_tracing import asked
 
 from perfetto_format import check
 from regauge.move.events import Event
 from regauge.serve.text import Tokenizer
-
-
-async def trace(rig: Rig, *arguments: str) -> tuple[int | None, str, str]:
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "regauge", "trace", "--url", rig.base, *arguments,
-        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-    )  # fmt: skip
-    out, err = await asyncio.wait_for(process.communicate(), 60)
-    return process.returncode, out.decode(), err.decode()
 
 
 @pytest.mark.anyio
@@ -37,7 +26,7 @@ async def test_a_request_as_text_as_json_and_for_perfetto(tokenizer: Tokenizer, 
         rig.decode.events[name] = [
             Event("check", now, now + 1, peer="prefill-0", seq=0), Event("step", now, now + 1), Event("step", now + 1, now + 2)
         ]  # fmt: skip
-        code, text, err = await trace(rig, "mine")
+        code, text, err = await command(rig, "trace", "mine")
         assert (code, err) == (0, "")
         assert "mine: complete, " in text
         assert "prefill-0 to decode-0, complete, CONVERT, " in text
@@ -46,11 +35,11 @@ async def test_a_request_as_text_as_json_and_for_perfetto(tokenizer: Tokenizer, 
         assert "clocks: decode-0 within" in text
         assert "█" in text
         assert "\x1b" not in text
-        code, text, _ = await trace(rig, "mine", "--json")
+        code, text, _ = await command(rig, "trace", "mine", "--json")
         assert code == 0
         assert json.loads(text)["request"]["id"] == "mine"
         file = tmp_path / "mine.json"
-        code, text, _ = await trace(rig, "mine", "--perfetto", str(file))
+        code, text, _ = await command(rig, "trace", "mine", "--perfetto", str(file))
         assert code == 0
         body = json.loads(file.read_text())
         check(body)
@@ -61,17 +50,17 @@ async def test_a_request_as_text_as_json_and_for_perfetto(tokenizer: Tokenizer, 
 @pytest.mark.anyio
 async def test_what_cannot_be_had_is_said(tokenizer: Tokenizer, tmp_path: Path) -> None:
     async with open_rig(tokenizer) as rig:
-        code, _, err = await trace(rig, "nobody")
+        code, _, err = await command(rig, "trace", "nobody")
         assert code == 1
         assert "'nobody' is not known" in err
         await asked(rig, "mine")
         await rig.decode.stop()
-        code, text, _ = await trace(rig, "mine")
+        code, text, _ = await command(rig, "trace", "mine")
         assert code == 0
         assert "decode-0 does not tell: " in text
-        code, _, err = await trace(rig, "mine", "--perfetto", str(tmp_path / "no" / "where.json"))
+        code, _, err = await command(rig, "trace", "mine", "--perfetto", str(tmp_path / "no" / "where.json"))
         assert code == 2
         assert "cannot be written" in err
-        code, _, err = await trace(rig, "new\nline")
+        code, _, err = await command(rig, "trace", "new\nline")
         assert code == 2
         assert "REQUEST_ID" in err

@@ -1,18 +1,7 @@
 """What happened to the transfers of one end, and when: the newest events, bounded. What `regauge trace` draws for a worker.
 
-Each event is an instant or took time, by CLOCK_MONOTONIC. Words of the protocol have the name of their message, at the end that sends and at
-the end that takes them. The others:
-
-| event | end | from | to |
-|---|---|---|---|
-| `pages` | both | the request is here | it has pages of the pool (own workers) |
-| `expect` | decode | it waits for the transfer | |
-| `computed` | where prompts are computed | the step, or the layer before, ended | a layer is ready for these tokens |
-| `gather` | prefill | a chunk is cut | it is posted: gathered, and its digest taken; where a kernel writes the peer's pages, written, too |
-| `write` | prefill | it is posted | it has landed |
-| `check` | decode | prefill's word that it has landed | it is in its pages and agrees, or does not (`text`) |
-| `step` | decode | a step of the engine begins | it ends, with a token for this request (own workers) |
-| `delivered`, `failed` | both | | the transfer is over; `text` says why it failed |
+Each event is an instant or took time, by CLOCK_MONOTONIC. Words of the protocol have the name of their message, at the end that sends and at the end that takes
+them; docs/tracing.md lists the others.
 
 Kept is a tuple an event, and made into structs for who asks: tracing is always on.
 """
