@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 from opentelemetry.trace import TraceState
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -21,6 +21,9 @@ near = st.tuples(
     *(st.text(HEX + "gA0 ", min_size=size - 1, max_size=size + 1) | st.text(HEX, min_size=size, max_size=size) | st.just("0" * size)
       for size in (2, 32, 16, 2))
 ).map("-".join)  # fmt: skip
+
+
+member = st.tuples(st.text("ab0-*@", min_size=1, max_size=4), st.text("x =~\t", min_size=1, max_size=3)).map("=".join)
 
 
 def sent(parent: str, *states: str) -> Context | None:
@@ -44,14 +47,12 @@ def test_what_is_malformed_begins_a_trace_of_its_own(parent: str) -> None:
 
 
 @STEADY
-@given(
-    st.text(st.characters(max_codepoint=255), max_size=200)
-    | st.from_regex(r"\A(?:[a-z0-9@/ ]{1,6}=[ -~]{1,6},?){0,40}\Z")
-)
-def test_a_state_that_goes_on_is_one(state: str) -> None:
-    found = sent(f"00-{'a' * 32}-{'b' * 16}-01", state)
+@given(st.binary(max_size=60) | st.lists(member, max_size=40).map(lambda members: ",".join(members).encode()))
+def test_a_state_that_goes_on_is_one(state: bytes) -> None:
+    found = sent(f"00-{'a' * 32}-{'b' * 16}-01", state.decode("latin-1"))
     assert found is not None
-    assume(found.state)
+    if not found.state:
+        return
     assert len(found.state) <= 512
     assert len(TraceState.from_header([found.state])) >= 1
     assert "\r" not in found.state

@@ -83,7 +83,7 @@ class Otlp:
         self._ids = _Ids()
         self._sender = _Counted(OTLPSpanExporter(endpoint=url, timeout=SEND_S), metrics)
         self._batches = BatchSpanProcessor(
-            self._sender, max_queue_size=2 * MOST_WAITING, schedule_delay_millis=1e3 * EVERY_S, max_export_batch_size=BATCH
+            self._sender, max_queue_size=MOST_WAITING + BATCH, schedule_delay_millis=1e3 * EVERY_S, max_export_batch_size=BATCH
         )  # fmt: skip
         named = {"service.name": "regauge", "service.version": version, "service.instance.id": instance}
         provider = TracerProvider(
@@ -118,8 +118,7 @@ class Otlp:
         ending.join(CLOSE_S)
         if ending.is_alive():
             self._sender.shutdown()
-        if left := self._given - self._sender.taken:
-            self._lost.labels("not_taken").inc(left)
+        self._sender.give_up(self._given)
 
     def _hand_over(self, made: Made, base: int) -> None:
         context = made.context
@@ -222,24 +221,36 @@ class _Counted(SpanExporter):
         self._inner = inner
         self._lost = metrics.spans_lost
         self._well = True
-        self._closed = False
+        self._closed = self._given_up = False
+        self._counting = threading.Lock()
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         result = SpanExportResult.FAILURE
         try:
             result = self._inner.export(spans)
         finally:
-            self.taken += len(spans)
-            well = result is SpanExportResult.SUCCESS
-            if not well:
-                self._lost.labels("not_taken").inc(len(spans))
-            if well != self._well:
-                self._well = well
-                say = get_logger().info if well else get_logger().warning
-                say("the collector takes spans again" if well else "the collector takes no spans: they are lost")
+            self._count(len(spans), well=result is SpanExportResult.SUCCESS)
         return result
+
+    def give_up(self, given: int) -> None:
+        """Count what of so many spans has not come to its end, on its way or not, as lost; nothing is counted after it."""
+        with self._counting:
+            self._given_up = True
+            self._lost.labels("not_taken").inc(given - self.taken)
+
+    def _count(self, spans: int, *, well: bool) -> None:
+        with self._counting:
+            if self._given_up:
+                return
+            self.taken += spans
+            if not well:
+                self._lost.labels("not_taken").inc(spans)
+        if well != self._well:
+            self._well = well
+            say = get_logger().info if well else get_logger().warning
+            say("the collector takes spans again" if well else "the collector takes no spans: they are lost")
 
     def shutdown(self) -> None:
         if not self._closed:
             self._closed = True
-            self._inner.shutdown()
+            self._inner.shutdown()  # type: ignore[no-untyped-call]  # the library's

@@ -84,7 +84,10 @@ def onward(headers: Mapping[str, str], context: Context | None) -> Mapping[str, 
 def _state(values: list[str]) -> str:
     members = [each for value in values for member in value.split(",") if (each := member.strip(" \t"))]
     state = ",".join(members)
-    sound = len(state) <= MAX_STATE and len(members) <= MAX_MEMBERS and all(map(_MEMBER.fullmatch, members))
+    keys = {member.partition("=")[0] for member in members}
+    sound = (
+        len(state) <= MAX_STATE and len(keys) == len(members) <= MAX_MEMBERS and all(map(_MEMBER.fullmatch, members))
+    )
     return state if sound else ""
 
 
