@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from typing import Any
 
@@ -13,6 +14,7 @@ from otlp_collector import Collector, collector, values
 from serve_rig import Rig, free_port, open_rig
 
 from regauge.config import LimitsConfig
+from regauge.errors import ConfigError
 from regauge.serve import wire
 from regauge.serve.recent import TimeLine
 from regauge.serve.text import Tokenizer
@@ -229,3 +231,13 @@ async def test_with_too_many_waiting_whole_requests_are_lost(
             taken.hangs.set()
         assert len(taken.named("request")) == 2
         assert len(taken.spans) == 2 * SPANS
+
+
+async def test_without_the_extra_the_gateway_does_not_start(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, "regauge.serve.otlp", raising=False)
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
+    with pytest.raises(ConfigError, match=r"observe\.otlp: needs OpenTelemetry .*pip install 'regauge\[otlp\]'"):
+        async with open_rig(tokenizer, otlp="http://127.0.0.1:4318"):
+            pass
