@@ -19,6 +19,7 @@ from regauge.config_bounds import Port as Port  # noqa: PLC0414  # re-exported
 from regauge.config_discovery import DiscoveryConfig, WorkerConfig
 from regauge.config_gateway import GatewayConfig as GatewayConfig  # noqa: PLC0414  # re-exported
 from regauge.config_meter import MeterConfig as MeterConfig  # noqa: PLC0414  # re-exported
+from regauge.config_observe import ObserveConfig as ObserveConfig  # noqa: PLC0414  # re-exported
 from regauge.config_planes import PlanesConfig as PlanesConfig  # noqa: PLC0414  # re-exported
 from regauge.config_route import RouteConfig as RouteConfig  # noqa: PLC0414  # re-exported
 from regauge.errors import ConfigError
@@ -295,6 +296,7 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Where more of them are learnt of."""
     meter: MeterConfig = MeterConfig()
     planes: PlanesConfig = PlanesConfig()
+    observe: ObserveConfig = ObserveConfig()
 
     def __post_init__(self) -> None:
         if self.external and not (self.workers or self.discovery.finds):

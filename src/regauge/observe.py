@@ -46,6 +46,7 @@ TTFT_S: Final = "ttft_s"
 TPOT_S: Final = "tpot_s"
 SECONDS: Final = "seconds"
 ERROR: Final = "error"
+TRACE_ID: Final = "trace_id"
 
 # Spans of one request, in their order.
 SPAN_REQUEST: Final = "request"
@@ -120,6 +121,7 @@ class Metrics:
     receipts_troubled: Gauge
     completion_tokens: Counter
     answers: Counter
+    spans_lost: Counter
     queue: Histogram
     transfers: TransferMetrics
     routing: RouteMetrics
@@ -223,6 +225,12 @@ class Metrics:
             completion_tokens=Counter("regauge_completion_tokens_total", "Generated tokens.", registry=registry),
             answers=Counter(
                 "regauge_answers_total", "Answers that have ended, by how they did.", ["outcome"], registry=registry
+            ),
+            spans_lost=Counter(
+                "regauge_spans_lost_total",
+                "Spans that the OpenTelemetry collector has not taken, by the reason.",
+                ["reason"],
+                registry=registry,
             ),
             queue=Histogram(
                 "regauge_queue_seconds",

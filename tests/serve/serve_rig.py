@@ -24,6 +24,7 @@ from hypothesis import settings
 from regauge.config import LimitsConfig, Role, ServeConfig
 from regauge.config_gateway import GatewayConfig
 from regauge.config_meter import MeterConfig
+from regauge.config_observe import ObserveConfig
 from regauge.config_route import RouteConfig
 from regauge.observe import Metrics
 from regauge.route.router import Router
@@ -145,10 +146,12 @@ async def open_rig(
     route: RouteConfig | None = None,
     meter: MeterConfig | None = None,
     billing: Meter | None = None,
+    otlp: str = "",
 ) -> AsyncIterator[Rig]:
     """`prefill_at`, `decode_at`: workers of another kind, in place of the rig's own; `pools`: from them alone the gateway learns of workers.
 
     `others`: names of more workers, as `decode-1`. `billing` takes the gateway's receipts; the workers make none.
+    `otlp`: base URL of a collector.
     """
     rails: dict[str, asyncio.Future[None]] = {}
     prefill = EchoWorker("prefill-0", "prefill", tokenizer, rails)
@@ -168,9 +171,21 @@ async def open_rig(
             pairs=Pairs(given=wire.VerdictInfo("CONVERT")), policy=policy or HealthPolicy(period_s=0.05),
         )  # fmt: skip
         limits = limits or LimitsConfig(request_timeout_s=WAIT_S, prefill_wait_s=0)
-        config = ServeConfig(limits=limits, gateway=rules or GatewayConfig(), meter=meter or MeterConfig())
+        config = ServeConfig(
+            limits=limits,
+            gateway=rules or GatewayConfig(),
+            meter=meter or MeterConfig(),
+            observe=ObserveConfig(otlp=otlp),
+        )
         app = build_app(
-            config, tokenizer, fleet, metrics, model=MODEL, tenants=tenants, meter=billing, pools=pools or ()
+            config,
+            tokenizer,
+            fleet,
+            metrics,
+            model=MODEL,
+            tenants=tenants,
+            meter=billing,
+            pools=pools or (),
         )
         listener = listen("127.0.0.1", 0)
         port = listener.getsockname()[1]

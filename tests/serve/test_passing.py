@@ -12,6 +12,7 @@ from typing import Any
 import openai
 import pytest
 from engine_stand import Engine, usage
+from otlp_collector import collector, values
 from serve_rig import MODEL, WAIT_S, Rig, open_rig
 from standing import listening
 
@@ -161,3 +162,24 @@ async def test_engines_are_told_whose_prefixes_are_whose(tokenizer: Tokenizer) -
         await at.rig.post("/v1/messages", {**ASK, "tools": []})  # no salt goes with it: the gateway asks for tokens
         assert [asked["cache_salt"] for asked in at.decode.asked[seen:]] == ["default"]
         assert "messages" not in at.decode.asked[-1]
+
+
+async def test_a_passed_requests_spans_and_those_of_its_engines_are_one_trace(tokenizer: Tokenizer) -> None:
+    async with collector() as taken:
+        async with world(tokenizer, otlp=taken.url) as at:
+            at.prefill.answer = {"usage": usage(3)}
+            await at.rig.post(CHAT, ASK, traceparent=f"00-{'a' * 32}-{'b' * 16}-01")
+            at.decode.status, at.decode.answer = 400, {"error": {"message": "no such tool"}}
+            await at.rig.post(CHAT, ASK)
+        top, refused = taken.named("request")
+        attempt, _ = taken.named("attempt")
+        assert (top.trace_id.hex(), top.parent_span_id.hex(), attempt.parent_span_id) == (
+            "a" * 32,
+            "b" * 16,
+            top.span_id,
+        )
+        for engine in (at.prefill, at.decode):
+            assert engine.headers[0]["traceparent"] == f"00-{'a' * 32}-{attempt.span_id.hex()}-01"
+        assert values(top.attributes)["gen_ai.usage.output_tokens"] == 2
+        assert values(refused.attributes)["error.type"] == "400"
+        assert "no such tool" in refused.status.message

@@ -26,9 +26,10 @@ from regauge.serve.deadlines import Deadlines
 from regauge.serve.failures import ClientGone as ClientGone  # noqa: PLC0414  # re-exported
 from regauge.serve.failures import api_error, too_many
 from regauge.serve.openai import SERVER_ERROR, ApiError
+from regauge.serve.recent import Story
 from regauge.serve.relay import Job
 from regauge.serve.replies import Delta, Usage
-from regauge.serve.tenants import Grant
+from regauge.serve.tenants import Grant, Tenant
 
 JSON: Final = "application/json"
 SLOW_READER_S: Final = 5.0
@@ -231,12 +232,23 @@ class Answer:
         await part(send, body, last=True)
 
 
-class Envelope:
-    """ASGI middleware: a request id on every reply, one count and one log line per request."""
+class Spans(Protocol):
+    """Takes requests that have ended, for an OpenTelemetry collector: `otlp.Otlp`."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+    def ended(self, story: Story, *, route: str, status: int, tenant: str) -> None:
+        """Take one; does not wait."""
+
+    def close(self) -> None:
+        """Send what is left, within a bound; blocks."""
+
+
+class Envelope:
+    """ASGI middleware: a request id on every reply, one count and one log line per request, and its spans."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics, spans: Spans | None = None) -> None:
         self._app = app
         self._metrics = metrics
+        self._spans = spans
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on under its id; count and log it at its end."""
@@ -270,7 +282,15 @@ class Envelope:
             log = get_logger(**{observe.REQUEST_ID: request_id, observe.ROUTE: route, observe.STATUS: status})
             asked = scope["method"] == "POST" and not route.startswith("/internal/")  # not a worker's heartbeat
             line = log.info if asked else log.debug
-            line("request", **{observe.SECONDS: rounded(time.monotonic() - begun)}, **state.get("summary", {}))
+            told = {observe.SECONDS: rounded(time.monotonic() - begun), **state.get("summary", {})}
+            story, tenant = state.get("story"), state.get("tenant")
+            if isinstance(story, Story) and story.context is not None:
+                told[observe.TRACE_ID] = story.context.trace_id
+            line("request", **told)
+            if isinstance(story, Story) and self._spans is not None:
+                self._spans.ended(
+                    story, route=route, status=status, tenant=tenant.name if isinstance(tenant, Tenant) else ""
+                )
 
 
 def error_response(error: ApiError, path: str = "", request_id: str = "") -> Response:

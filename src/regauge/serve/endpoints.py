@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import secrets
 import time
 from collections.abc import Callable, Iterable
@@ -16,7 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from regauge.config import LimitsConfig, ServeConfig
-from regauge.serve import anthropic, passthrough
+from regauge.serve import anthropic, passthrough, tracecontext
 from regauge.serve.answer import JSON, SLOW_READER_S, Answer, House
 from regauge.serve.cards import ModelCard, ModelList
 from regauge.serve.choice import Choice
@@ -34,6 +33,7 @@ from regauge.serve.openai import (
     parse_completion,
 )
 from regauge.serve.passing import PassAnswer, PassJob, Sender
+from regauge.serve.recent import Story
 from regauge.serve.relay import Job, Service
 from regauge.serve.tenants import Tenant, Tenants
 from regauge.serve.text import TemplateError
@@ -42,13 +42,16 @@ LONG_TEXT: Final = 16_384
 """Characters from which on a request is tokenised in a thread: the event loop must not stand still."""
 PIECE: Final = 64
 """Characters that a message or prompt counts for besides its own: what the template writes around it, and each call's cost."""
-_TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
 class Gateway:
     """The endpoints."""
 
-    def __init__(self, config: ServeConfig, service: Service, house: House, tenants: Tenants) -> None:
+    def __init__(
+        self, config: ServeConfig, service: Service, house: House, tenants: Tenants, *, records: bool = False
+    ) -> None:
+        """`records`: whether spans are exported."""
+        self._records = records
         self._limits = config.limits
         self._service = service
         self._house = house
@@ -179,7 +182,7 @@ class Gateway:
         asking.scope["state"]["grant"] = self._tenants.take(tenant, job.prompt_tokens + job.max_tokens)
         self._house.enter(job)
         self._service.names.add(asking.request_id, [name])
-        self._service.recent.add(asking.request_id, job.story)
+        self._keep(asking, job.story)
         return PassAnswer(job, asked, self._house, self._limits.request_timeout_s + SLOW_READER_S)
 
     def _salt(self, tenant: Tenant) -> str:
@@ -189,10 +192,13 @@ class Gateway:
 
     def _headers(self, asking: Asking) -> dict[str, str]:
         """Return the headers that go with a request to the workers."""
-        headers = {"X-Request-Id": asking.request_id}
-        if _TRACEPARENT.fullmatch(trace := asking.header(b"traceparent")):
-            headers["traceparent"] = trace
-        return headers
+        return {"X-Request-Id": asking.request_id}
+
+    def _keep(self, asking: Asking, story: Story) -> None:
+        """Keep what becomes of a request, before it begins."""
+        story.context = tracecontext.begin(tracecontext.of_client(asking.scope["headers"]), records=self._records)
+        asking.scope["state"]["story"] = story
+        self._service.recent.add(asking.request_id, story)
 
     async def _answer(self, asking: Asking, ask: Ask) -> Answer:
         self._check_model(asking.tenant, ask.model)
@@ -234,7 +240,7 @@ class Gateway:
         )
         self._house.enter(job)
         self._service.names.add(request_id, [choice.request_id for choice in choices])
-        self._service.recent.add(request_id, job.story)
+        self._keep(asking, job.story)
         return Answer(
             job,
             writer,

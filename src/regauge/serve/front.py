@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from regauge import observe
 from regauge.observe import Metrics
 from regauge.serve.access import Access
-from regauge.serve.answer import Envelope, error_response
+from regauge.serve.answer import Envelope, Spans, error_response
 from regauge.serve.openai import SERVER_ERROR, ApiError
 from regauge.serve.protocol import WHOLE
 from regauge.serve.tenants import Tenant, Tenants
@@ -63,11 +63,13 @@ class Endpoint:
 class Front:
     """The app: every request in its envelope and past the access check; then some routes' POST requests by themselves, all else by Starlette."""
 
-    def __init__(self, app: Starlette, routes: Iterable[Route], metrics: Metrics, tenants: Tenants) -> None:
+    def __init__(
+        self, app: Starlette, routes: Iterable[Route], metrics: Metrics, tenants: Tenants, spans: Spans | None = None
+    ) -> None:
         self.state = app.state
         self.starlette = app
         self._hot = {route.path: route.endpoint for route in routes if isinstance(route.endpoint, Endpoint)}
-        self._layers = Envelope(Access(self._inner, tenants), metrics)
+        self._layers = Envelope(Access(self._inner, tenants), metrics, spans)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer."""

@@ -20,7 +20,9 @@ Run as `python -m regauge.serve.gateway SPEC.json` (`wire.GatewaySpec`).
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
+import socket
 import ssl
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -37,7 +39,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ExceptionHandler
 
-from regauge import observe
+from regauge import __version__, observe
 from regauge.config import ServeConfig
 from regauge.errors import ConfigError, StoreError
 from regauge.layout import files
@@ -46,7 +48,7 @@ from regauge.observe import Metrics, get_logger, setup_logging
 from regauge.planes import here
 from regauge.route.router import Router
 from regauge.serve import reload, wire
-from regauge.serve.answer import House, error_response
+from regauge.serve.answer import House, Spans, error_response
 from regauge.serve.collector import Collector
 from regauge.serve.discovery import Source
 from regauge.serve.endpoints import Gateway
@@ -85,11 +87,12 @@ def build_app(
     """
     tenants = Tenants() if tenants is None else tenants
     house = House(config.limits.max_queue, metrics)
+    spans = _spans(config, metrics, model)
     service = Service(
         fleet, tokenizer, metrics, meter, Names(config.route.keep_routes), model, house.spawn,
         limit_s=config.limits.request_timeout_s, wait_s=config.limits.prefill_wait_s,
     )  # fmt: skip
-    gateway = Gateway(config, service, house, tenants)
+    gateway = Gateway(config, service, house, tenants, records=spans is not None)
     operations = Operations(service, house, metrics, keys=not tenants.open)
     own = operations.routes()
     routes = [*gateway.routes(), *UsageApi(config.meter.store).routes()]
@@ -112,6 +115,8 @@ def build_app(
             await fleet.close()
             if meter is not None:
                 await asyncio.to_thread(meter.close)
+            if spans is not None:
+                await asyncio.to_thread(spans.close)
 
     handlers: dict[Any, ExceptionHandler] = {
         ApiError: _on_api_error, HTTPException: _on_http_error, Exception: _on_bug
@@ -124,7 +129,7 @@ def build_app(
     app.state.router = fleet.router
     app.state.tenants = tenants
     app.state.metrics = metrics
-    return Front(app, routes, metrics, tenants)
+    return Front(app, routes, metrics, tenants, spans)
 
 
 async def serve(app: Front, config: ServeConfig, place: Place = ALONE, *, grace_s: float = GRACE_S) -> None:
@@ -199,6 +204,18 @@ def run_gateway(spec: wire.GatewaySpec, place: Place = ALONE) -> None:
         await serve(app, config, place)
 
     uvloop.run(run())
+
+
+def _spans(config: ServeConfig, metrics: Metrics, model: str) -> Spans | None:
+    """Return what takes spans; None: nothing does. Raises ConfigError where what it needs is not installed."""
+    if not config.observe.otlp:
+        return None
+    try:
+        from regauge.serve.otlp import Otlp
+    except ImportError as error:
+        raise ConfigError(f"observe.otlp: needs OpenTelemetry ({error}): pip install 'regauge[otlp]'") from error
+    instance = f"{socket.gethostname()}-{os.getpid()}"
+    return Otlp(config.observe.traces, metrics, model=model, instance=instance, version=__version__)
 
 
 def _desk(spec: wire.GatewaySpec, place: Place) -> Desk:

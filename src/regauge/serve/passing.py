@@ -36,6 +36,7 @@ from regauge.serve.relay import ALONE, Service
 from regauge.serve.replies import failed as openai_failed
 from regauge.serve.tenants import Grant
 from regauge.serve.told import transferred
+from regauge.serve.tracecontext import onward
 from regauge.serve.workers import Worker
 
 BYTES_PER_TOKEN: Final = 4
@@ -172,7 +173,7 @@ class PassJob:
         prefill = None if route.prefill is None else fleet.workers[route.prefill]
         return Passage(
             self._asked, name, transfer, None if prefill is None else _client(prefill), _client(fleet.workers[route.decode]),
-            self._deadline, self._sender.headers, self._drop, self._sender.salt, self._prefilled,
+            self._deadline, onward(self._sender.headers, self._tried.context), self._drop, self._sender.salt, self._prefilled,
         )  # fmt: skip
 
     def _drop(self, client: EngineClient, name: str) -> None:

@@ -16,6 +16,7 @@ import msgspec
 
 from regauge.move.protocol import Stages
 from regauge.serve import wire
+from regauge.serve.tracecontext import Context
 
 MOST_REQUESTS: Final = 500
 MOST_TRIES: Final = 64
@@ -116,6 +117,8 @@ class Tried:
     """That decode waited for pages, or for its turn."""
     tokens: list[float] = field(default_factory=list)
     more_tokens: int = 0
+    context: Context | None = None
+    """Its span's place; None: it belongs to no trace."""
 
     def token(self, now: float, arrival: wire.TransferEvent | None = None) -> None:
         """Note a token; with the first, that its KV had arrived."""
@@ -194,10 +197,13 @@ class Story:
     completion_tokens: int = 0
     attempts: int = 0
     tries: list[Tried] = field(default_factory=list)
+    context: Context | None = None
+    """As `Tried.context`."""
 
     def attempt(self, name: str, prefill: str | None, decode: str, path: str, transfer: str = "") -> Tried:
         """Note that an attempt begins."""
         tried = Tried(name, prefill or "", decode, path, transfer, time.monotonic())
+        tried.context = None if self.context is None else self.context.child()
         self.attempts += 1
         if len(self.tries) < MOST_TRIES:
             self.tries.append(tried)

@@ -39,6 +39,7 @@ from regauge.serve.replies import Delta, PromptDetails, Usage
 from regauge.serve.tally import Tally
 from regauge.serve.text import Tokenizer
 from regauge.serve.told import transferred
+from regauge.serve.tracecontext import onward
 
 ALONE: Final = "NONE"
 """Path of a prompt that decode computed itself."""
@@ -242,9 +243,8 @@ class _Run:
         path = fleet.pairs.verdict(route.prefill, route.decode).path if route.prefill else ALONE
         self._tried = self._job.story.attempt(task.request_id, route.prefill, route.decode, path, task.transfer_id)
         prefill = None if route.prefill is None else fleet.workers[route.prefill]
-        return Attempt(
-            task, prefill, fleet.workers[route.decode], self._job.deadline, self._job.headers, self._service.spawn
-        )
+        headers = onward(self._job.headers, self._tried.context)
+        return Attempt(task, prefill, fleet.workers[route.decode], self._job.deadline, headers, self._service.spawn)
 
     async def _try(self, attempt: Attempt) -> None:
         """Run an attempt to the answer's end."""
