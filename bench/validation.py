@@ -47,8 +47,6 @@ KV_BYTES = 11_520.0
 NIC = 1e12
 """Bytes per second: shared memory, written while the prompt is computed. What is left of it afterwards is part of the measured latency."""
 RUNS = 25
-WIDTH = 5
-"""Beats whose median is the speed of a core at a moment: half a second."""
 AFTER_S = 20.0
 """A simulated run may take so much longer than the real one, and still finds how fast the cores were then."""
 JITTER_S = 0.02
@@ -90,7 +88,7 @@ class Measured:
         """Return how fast each worker's core was at each moment, over the median of all; steps that sleep do not know."""
         if self.clockwork:
             return STEADY
-        courses = (course(self.beats[name], median(cost for _, cost in self.beats[name]), WIDTH) for name in ON)
+        courses = (course(self.beats[name], median(cost for _, cost in self.beats[name])) for name in ON)
         return Drift(*courses)
 
 

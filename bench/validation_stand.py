@@ -64,8 +64,8 @@ READY_S = 300.0
 CORES = tuple(sorted(os.sched_getaffinity(0)))
 ON = {"prefill-0": CORES[0], "decode-0": CORES[-1]}
 """Which core each worker is kept on."""
-PIECES = {CORES[0]: "gemm", CORES[-1]: "gemm"}
-"""What the metronome of each core computes."""
+PIECES = {CORES[0]: "gemm", CORES[-1]: "stream"}
+"""What the metronome of each core computes: of two, the one whose cost goes more with the steps of the worker there (bench/LOG.md)."""
 
 
 @dataclass

@@ -8,7 +8,7 @@ from math import inf, nan
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from regauge.config import RouteConfig
@@ -78,6 +78,7 @@ def test_alone_a_request_takes_what_its_course_makes_of_its_work(with_it: Course
 
 
 @given(_COURSES, st.lists(st.tuples(st.integers(1, 700), st.integers(1, 9)), min_size=1, max_size=6))
+@example(Course(((0.5, 1.0), (1.0, 0.5))), [(1, 8), (1, 2), (214, 5), (55, 1)])
 @settings(max_examples=60)
 def test_a_load_that_is_all_there_at_once_only_has_another_clock(both: Course, asked: list[tuple[int, int]]) -> None:
     """With one course for prompts and steps, each event comes when as much work is done as without it, queues and all."""
@@ -111,10 +112,14 @@ def test_changes_are_where_the_factor_changes(given_: Course) -> None:
     assert replace(given_, points=tuple(changes)).during(0.0, 20.0) == pytest.approx(given_.during(0.0, 20.0))
 
 
-def test_one_disturbed_beat_moves_no_median() -> None:
-    beats = [(0.1 * i, 9.0 if i == 2 else 2.0 + 0.1 * (i > 6)) for i in range(12)]
-    found = course(beats, 2.0, 5)
-    assert [factor for _, factor in found.points] == pytest.approx([1.0] * 7 + [1.05] * 5)
+def test_a_beat_holds_half_way_to_its_neighbours() -> None:
+    found = course([(1.0, 0.2), (2.0, 0.4), (4.0, 0.1)], 0.2)
+    assert found.points == ((1.0, 1.0), (1.5, 2.0), (3.0, 0.5))
+
+
+def test_no_beats_are_no_course() -> None:
+    with pytest.raises(ConfigError, match="no points"):
+        course([], 0.2)
 
 
 @pytest.mark.parametrize(
@@ -130,9 +135,3 @@ def test_a_course_that_is_none_is_refused(points: tuple[tuple[float, float], ...
 def test_a_window_that_ends_before_it_begins_is_refused() -> None:
     with pytest.raises(ConfigError, match="an end after the begin"):
         Course().during(2.0, 2.0)
-
-
-@pytest.mark.parametrize("width", [0, 4])
-def test_medians_of_an_even_number_are_refused(width: int) -> None:
-    with pytest.raises(ConfigError, match="an odd number"):
-        course([(0.0, 1.0)], 1.0, width)

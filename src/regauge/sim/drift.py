@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import inf, isfinite
-from statistics import median
 
 from regauge.errors import ConfigError
 
@@ -74,14 +73,10 @@ class Drift:
 STEADY = Drift()
 
 
-def course(beats: Sequence[tuple[float, float]], usual: float, width: int) -> Course:
-    """Return the course of measured (seconds, cost) of one piece of work: running medians of `width` costs, over `usual`.
+def course(beats: Sequence[tuple[float, float]], usual: float) -> Course:
+    """Return the course of measured (seconds, cost) of one piece of work, over its `usual` cost: each holds from half-way to its neighbours.
 
-    `width` is odd; near the ends there are fewer. Raises ConfigError for an even one, and for costs that are none.
+    Raises ConfigError for no beats, times that do not ascend, and costs that are none.
     """
-    if width < 1 or width % 2 == 0:
-        raise ConfigError(f"course: medians of {width} costs: give an odd number of 1 or more")
-    half = width // 2
-    costs = [cost for _, cost in beats]
-    medians = (median(costs[max(0, i - half) : i + half + 1]) for i in range(len(costs)))
-    return Course(tuple((at, cost / usual) for (at, _), cost in zip(beats, medians, strict=True)))
+    begins = [beats[0][0] if beats else 0.0, *((one[0] + two[0]) / 2 for one, two in pairwise(beats))]
+    return Course(tuple((at, cost / usual) for at, (_, cost) in zip(begins, beats, strict=False)))

@@ -144,6 +144,11 @@ class Stepped(Decode):
         self._joining: list[Task] = []
         self._turn = 0
 
+    @property
+    def batch(self) -> int:
+        """Requests that decode, or will from the next step on: in between none may be left."""
+        return self._batch + len(self._joining)
+
     def begin(self, task: Task) -> None:
         """Decode a request from the next step on. One that has its only token takes part in none."""
         self._advance()
