@@ -252,10 +252,10 @@ def _error(sim: float, real: float) -> float:
 def by_run(runs: Sequence[Run], with_it: Compared, without: Compared, drift: Drift) -> list[dict[str, object]]:
     """Return each run by itself, as rows."""
     found: list[dict[str, object]] = []
-    for run, sim, steady in zip(runs, with_it.sims, without.sims, strict=True):
+    for number, (run, sim, steady) in enumerate(zip(runs, with_it.sims, without.sims, strict=True)):
         real = run.figures
         found.append({
-            "run": run.name, "prompts drift, times": drift.prompt.during(run.begin, run.end),
+            "round": 1 + number // len(LOADS), "run": run.name, "prompts drift, times": drift.prompt.during(run.begin, run.end),
             "steps drift, times": drift.step.during(run.begin, run.end),
             "TTFT median, s": real["ttft median"], "simulated": sim["ttft median"],
             "error %": _error(sim["ttft median"], real["ttft median"]),
