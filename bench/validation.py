@@ -88,8 +88,9 @@ class Measured:
         """Return how fast each worker's core was at each moment, over the median of all; steps that sleep do not know."""
         if self.clockwork:
             return STEADY
-        courses = (course(self.beats[name], median(cost for _, cost in self.beats[name])) for name in ON)
-        return Drift(*courses)
+        # The kernel's account of a thread's time stood still over one beat of 20,000: such a one says nothing.
+        beats = ([(at, cost) for at, cost in self.beats[name] if cost > 0.0] for name in ON)
+        return Drift(*(course(each, median(cost for _, cost in each)) for each in beats))
 
 
 def cluster(found: Calibrated) -> Cluster:
