@@ -194,6 +194,19 @@ def rows(name: str, runs: Sequence[dict[str, float]], sims: Sequence[dict[str, f
     return found
 
 
+def heard(samples: Samples, drift: Drift) -> dict[str, float]:
+    """Return what the metronomes say while calibration computes on their own core, and while on the other: what no worker's doing should move."""
+    prompts, steps = [window for _, window in samples.alone], [window for _, window in samples.steps]
+    return {
+        f"metronome beside {what}, its core {state}, times": median(each.during(*window) for window in windows)
+        for what, each, busy, idle in (
+            ("prefill", drift.prompt, prompts, steps),
+            ("decode", drift.step, steps, prompts),
+        )
+        for state, windows in (("busy", busy), ("idle", idle))
+    }
+
+
 def report(compared: Compared) -> list[dict[str, object]]:
     """Return the constants, as rows."""
     found = compared.constants
@@ -303,7 +316,8 @@ def main() -> None:
     with_it, without = compare(found, drift), compare(found, STEADY)
     if found.clockwork:
         print("CLOCKWORK: no model computes here; says nothing of how well computing is modelled\n")
-    print_table([*report(with_it), {"calibrated": "loads slowed, times", "value": found.slower}])
+    beside = {"loads slowed, times": found.slower, **heard(found.samples, drift)}
+    print_table([*report(with_it), *({"calibrated": name, "value": value} for name, value in beside.items())])
     print()
     each, table = by_run(found.runs, with_it, without, drift), by_load(found.runs, with_it.sims)
     steady = by_load(found.runs, without.sims)
@@ -316,7 +330,7 @@ def main() -> None:
     _say_over("with it", table)
     if options.json:
         write_json(f"validation{suffix}", {
-            "calibrated": report(with_it), "paces": msgspec.to_builtins(with_it.paces), "each": each, "figures": table,
+            "calibrated": report(with_it), "beside": beside, "paces": msgspec.to_builtins(with_it.paces), "each": each, "figures": table,
             "without metronome": {"calibrated": report(without), "paces": msgspec.to_builtins(without.paces), "figures": steady},
         })  # fmt: skip
 

@@ -2,8 +2,9 @@
 
     python bench/validation_metronome.py CORE PIECE... > BEATS
 
-It knows nothing of requests: no figure of a run that is compared can reach the simulator through it. A cost is of the thread's own time, so that waiting
-for the core does not count, and is taken the second time in a row, with the piece's data in the core's cache: else a core whose worker is busy seemed slower.
+It knows nothing of requests: it has its own clock and its own data. A cost is of the thread's own time, so that waiting for the core does not count, and
+is taken the second time in a row, with the piece's data in the core's cache. What a worker does to the piece all the same, `bench/validation.py` says
+("metronome beside ...").
 """
 
 from __future__ import annotations
