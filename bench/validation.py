@@ -1,18 +1,20 @@
 """The simulator against `regauge serve`: the same requests, a real gateway with a prefill and a decode worker, and the simulated ones.
 
-    .venv/bin/python bench/validation.py [--rounds N] [--clockwork] [--json]
+    .venv/bin/python bench/validation.py [--rounds N] [--clockwork] [--json] [--again FILE]
 
-Two rounds of: a calibration run, then each of three unlike loads (`validation_traces.py`) once, with a calibration load before, between and after them,
-which is none of the three. The simulator's constants come from the calibration runs (`validation_stand.py`, `regauge.sim.calibrate`), and are slowed for
-each run of a load by the pace of the calibration loads just before and after it: nothing was fitted to a run that is compared. Both sides get the same
-arrivals, lengths and prefix blocks, and route with the same `Router` and configuration; the real requests go over HTTP, each timed by a client in a
-process of its own. Figures are medians over the rounds of each run's; a simulated run's are medians of 25 runs whose arrivals differ by up to 20 ms,
-since in a closed loop small differences grow: which requests share a step decides when the next ones come.
+Five rounds of: a calibration run, then each of three unlike loads (`validation_traces.py`) once, with a calibration load before and after them, which is
+none of the three. The simulator's constants come from the calibration runs (`validation_stand.py`, `regauge.sim.calibrate`), and are slowed by what the
+calibration loads say that a load costs, one pair of factors for all rounds. How fast each core computes at each moment is measured all the while by a
+metronome (`validation_metronome.py`), which knows nothing of requests, and is given to the simulator: nothing was fitted to a run that is compared. Both
+sides get the same arrivals, lengths and prefix blocks, and route with the same `Router` and configuration; the real requests go over HTTP, each timed by a
+client in a process of its own. Figures are medians over the rounds of each run's; a simulated run's are medians of 25 runs whose arrivals differ by up to
+20 ms, since in a closed loop small differences grow: which requests share a step decides when the next ones come.
 
 `--clockwork` has the same processes, but steps that sleep for known times: what is off then is how the simulator puts steps together, and hardly moves
-when the machine is busy.
+when the machine is busy. `--again` takes what an earlier run measured from its bench/out/validation-runs.json.
 
-Errors are simulated over real, minus 1. `spread` is the width of the real figures over the rounds, over their median: what no simulator could hit.
+Errors are simulated over real, minus 1. `spread` is the width of the real figures over the rounds, over their median. Beside the simulated figures stand
+those without the metronome, from the same measurements: all as if the cores never changed their speed.
 """
 
 from __future__ import annotations
@@ -32,11 +34,12 @@ from harness import print_table, write_json
 from regauge.config_route import RouteConfig
 from regauge.sim.calibrate import Pace, under_load
 from regauge.sim.cluster import Cluster
+from regauge.sim.drift import STEADY, Drift, course
 from regauge.sim.engines import DecodeModel, PrefillModel
 from regauge.sim.shared import SharedFleet
 from regauge.sim.trace import Arrival
 from validation_load import Ask, Came
-from validation_stand import CHUNK, PAGE, POOL, Calibrated, Samples, Stand, calibrate, fitted, serving, warm_up
+from validation_stand import CHUNK, ON, PAGE, POOL, Calibrated, Samples, Stand, calibrate, fitted, serving
 from validation_traces import BLOCK, LOADS, mixed, prompts
 
 KV_BYTES = 11_520.0
@@ -44,7 +47,8 @@ KV_BYTES = 11_520.0
 NIC = 1e12
 """Bytes per second: shared memory, written while the prompt is computed. What is left of it afterwards is part of the measured latency."""
 RUNS = 25
-FIT_RUNS = 5
+AFTER_S = 20.0
+"""A simulated run may take so much longer than the real one, and still finds how fast the cores were then."""
 JITTER_S = 0.02
 """A request comes so much later at most: less than a step. Who shares a step with whom hangs on less than that, and in a closed loop all that follows."""
 NOMINAL_S = 0.72
@@ -60,8 +64,33 @@ class Run:
     name: str
     arrivals: list[Arrival]
     figures: dict[str, float]
-    place: int
-    """How many calibration loads were before it."""
+    begin: float
+    end: float
+    """Seconds of the monotonic clock; the arrivals' 0 is the begin."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """All that was measured."""
+
+    samples: Samples
+    runs: list[Run]
+    """Those that are compared."""
+    marks: list[Run]
+    """The calibration loads."""
+    slower: float
+    """How many times as slowly all requests came as the loads are written."""
+    beats: dict[str, list[tuple[float, float]]]
+    """Of each worker's core."""
+    clockwork: bool
+
+    def drift(self) -> Drift:
+        """Return how fast each worker's core was at each moment, over the median of all; steps that sleep do not know."""
+        if self.clockwork:
+            return STEADY
+        # The kernel's account of a thread's time stood still over one beat of 20,000: such a one says nothing.
+        beats = ([(at, cost) for at, cost in self.beats[name] if cost > 0.0] for name in ON)
+        return Drift(*(course(each, median(cost for _, cost in each)) for each in beats))
 
 
 def cluster(found: Calibrated) -> Cluster:
@@ -76,19 +105,20 @@ def cluster(found: Calibrated) -> Cluster:
     )  # fmt: skip
 
 
-def simulated(arrivals: Sequence[Arrival], found: Calibrated, times: int = RUNS) -> dict[str, float]:
-    """Return the medians of the figures of many simulated runs, each with its own jitter."""
-    made = [simulated_once(arrivals, found, seed) for seed in range(times)]
+def simulated(run: Run, found: Calibrated, drift: Drift) -> dict[str, float]:
+    """Return the medians of the figures of many simulated runs, each with its own jitter. `drift`: by the monotonic clock."""
+    then = drift if drift is STEADY else drift.cut(run.begin, run.end + AFTER_S)
+    made = [simulated_once(run.arrivals, found, then, seed) for seed in range(RUNS)]
     return {figure: median(each[figure] for each in made) for figure in made[0]}
 
 
-def simulated_once(arrivals: Sequence[Arrival], found: Calibrated, seed: int) -> dict[str, float]:
+def simulated_once(arrivals: Sequence[Arrival], found: Calibrated, drift: Drift, seed: int) -> dict[str, float]:
     """Return the figures of a simulated run. What a first token takes beside computing is added to it, and to the thinking before the next turn."""
     rng = random.Random(seed)  # noqa: S311
     late = [found.latency(each.tokens) for each in arrivals]
     arrivals = _jittered(arrivals, rng)
     given = [replace(each, think_s=each.think_s + late[each.after]) if each.after >= 0 else each for each in arrivals]
-    fleet = SharedFleet(cluster(found), RouteConfig(block_tokens=BLOCK), found.prompts, found.beside)
+    fleet = SharedFleet(cluster(found), RouteConfig(block_tokens=BLOCK), found.prompts, found.beside, drift)
     log = fleet.run(given).log
     assert bool(log.complete.all()), "a simulated request did not complete"
     ttft = log.ttft() + np.array(late)
@@ -134,21 +164,21 @@ def at_pace(found: Calibrated, pace: Pace) -> Calibrated:
     return replace(found, prompts=found.prompts.slowed(pace.prompt), steps=found.steps.slowed(pace.step))
 
 
-def pace_of(run: Run, found: Calibrated) -> Pace:
+def pace_of(run: Run, found: Calibrated, drift: Drift) -> Pace:
     """Return the pace of a calibration load: what its means of TTFT and of the time between tokens were, over what the constants say."""
 
     def means(figures: dict[str, float]) -> Pace:
         return Pace(figures["ttft mean"], figures["tpot mean"])
 
-    return under_load(means(run.figures), lambda pace: means(simulated(run.arrivals, at_pace(found, pace))))
+    return under_load(means(run.figures), lambda pace: means(simulated(run, at_pace(found, pace), drift)))
 
 
-def real_run(stand: Stand, arrivals: Sequence[Arrival], run: str) -> dict[str, float]:
-    ids = prompts(arrivals, run)
+def real_run(stand: Stand, arrivals: list[Arrival], name: str, number: int) -> Run:
+    ids = prompts(arrivals, f"{name} {number}")
     asks = [Ask(each.at, text, each.output, each.after, each.think_s) for each, text in zip(arrivals, ids, strict=True)]
-    came = stand.ask(asks)
+    answers = stand.answers(asks)
     stand.prefilled(len(asks))
-    return measured(came, arrivals)
+    return Run(name, arrivals, measured(answers.came, arrivals), answers.start, max(c.ended for c in answers.came))
 
 
 def rows(name: str, runs: Sequence[dict[str, float]], sims: Sequence[dict[str, float]]) -> list[dict[str, object]]:
@@ -164,8 +194,22 @@ def rows(name: str, runs: Sequence[dict[str, float]], sims: Sequence[dict[str, f
     return found
 
 
-def report(found: Calibrated) -> list[dict[str, object]]:
+def heard(samples: Samples, drift: Drift) -> dict[str, float]:
+    """Return what the metronomes say while calibration computes on their own core, and while on the other: what no worker's doing should move."""
+    prompts, steps = [window for _, window in samples.alone], [window for _, window in samples.steps]
+    return {
+        f"metronome beside {what}, its core {state}, times": median(each.during(*window) for window in windows)
+        for what, each, busy, idle in (
+            ("prefill", drift.prompt, prompts, steps),
+            ("decode", drift.step, steps, prompts),
+        )
+        for state, windows in (("busy", busy), ("idle", idle))
+    }
+
+
+def report(compared: Compared) -> list[dict[str, object]]:
     """Return the constants, as rows."""
+    found = compared.constants
     steps = {f"step of {n:g} prompt tokens, ms": 1e3 * s for n, s in found.prompts.curve.points}
     steps |= {f"decode step of {b}, ms": 1e3 * s for b, s in found.steps.batches}
     steps |= {
@@ -174,77 +218,121 @@ def report(found: Calibrated) -> list[dict[str, object]]:
         "first token beside computing, ms": 1e3 * found.latency.fixed_s, "and for 1000 tokens, ms": 1e6 * found.latency.token_s,
         "worst residual of prompts, %": 100 * max(map(abs, found.prompts.residuals)),
         "worst residual of steps, %": 100 * max(map(abs, found.steps.residuals)),
+        "prompts under load, times": compared.pace.prompt, "steps under load, times": compared.pace.step,
     }  # fmt: skip
     return [{"calibrated": name, "value": value} for name, value in steps.items()]
 
 
-def measure(options: argparse.Namespace) -> tuple[Samples, list[Run], list[Run], float]:
-    """Measure all there is; return the calibration's samples, the runs that are compared, the calibration loads, and how much slower all arrive."""
-    samples, pace = Samples(), 0.0
+def measure(options: argparse.Namespace) -> Measured:
+    """Measure all there is."""
+    samples, slower = Samples(), 0.0
     runs: list[Run] = []
     marks: list[Run] = []
-
-    def send(name: str, arrivals: list[Arrival], into: list[Run]) -> None:
-        slower = _paced(arrivals, pace)
-        into.append(Run(name, slower, real_run(stand, slower, f"{name} {len(into)}"), len(marks)))
-
     with tempfile.TemporaryDirectory() as folder, serving(Path(folder), clockwork=options.clockwork) as stand:
-        warm_up(stand)
         for turn in range(options.rounds):
             calibrate(stand, samples, turn)
-            pace = pace or max(1.0, fitted(samples).prompts(CHUNK, 0) / NOMINAL_S)
-            send("mixed", mixed(len(marks)), marks)
+            slower = slower or max(1.0, fitted(samples, STEADY).prompts(CHUNK, 0) / NOMINAL_S)
+            marks.append(real_run(stand, _paced(mixed(len(marks)), slower), "mixed", len(marks)))
             for name, (make, count) in LOADS.items():
-                send(name, make(options.seed, count), runs)
-                send("mixed", mixed(len(marks)), marks)
-    return samples, runs, marks, pace
+                runs.append(real_run(stand, _paced(make(options.seed, count), slower), name, len(runs)))
+            marks.append(real_run(stand, _paced(mixed(len(marks)), slower), "mixed", len(marks)))
+        beats = {name: stand.beats(core) for name, core in ON.items()}
+    return Measured(samples, runs, marks, slower, beats, options.clockwork)
+
+
+@dataclass(frozen=True)
+class Compared:
+    """The simulated figures of each run."""
+
+    constants: Calibrated
+    paces: list[Pace]
+    """Of each calibration load, and"""
+    pace: Pace
+    """the median of them, which is what all runs are simulated with."""
+    sims: list[dict[str, float]]
+
+
+def compare(all_of_it: Measured, drift: Drift) -> Compared:
+    alone = fitted(all_of_it.samples, drift)
+    paces = [pace_of(mark, alone, drift) for mark in all_of_it.marks]
+    pace = Pace(median(each.prompt for each in paces), median(each.step for each in paces))
+    return Compared(alone, paces, pace, [simulated(run, at_pace(alone, pace), drift) for run in all_of_it.runs])
+
+
+def _error(sim: float, real: float) -> float:
+    return round(100 * (sim / real - 1.0), 1)
+
+
+def by_run(runs: Sequence[Run], with_it: Compared, without: Compared, drift: Drift) -> list[dict[str, object]]:
+    """Return each run by itself, as rows."""
+    found: list[dict[str, object]] = []
+    for number, (run, sim, steady) in enumerate(zip(runs, with_it.sims, without.sims, strict=True)):
+        real = run.figures
+        found.append({
+            "round": 1 + number // len(LOADS), "run": run.name, "prompts drift, times": drift.prompt.during(run.begin, run.end),
+            "steps drift, times": drift.step.during(run.begin, run.end),
+            "TTFT median, s": real["ttft median"], "simulated": sim["ttft median"],
+            "error %": _error(sim["ttft median"], real["ttft median"]),
+            "error %, without metronome": _error(steady["ttft median"], real["ttft median"]),
+            "requests/s": real["requests/s"], "simulated ": sim["requests/s"], "error % ": _error(sim["requests/s"], real["requests/s"]),
+            "error %, without metronome ": _error(steady["requests/s"], real["requests/s"]),
+        })  # fmt: skip
+    return found
+
+
+def by_load(runs: Sequence[Run], sims: Sequence[dict[str, float]]) -> list[dict[str, object]]:
+    found = []
+    for name in LOADS:
+        own = [i for i, run in enumerate(runs) if run.name == name]
+        found += rows(name, [runs[i].figures for i in own], [sims[i] for i in own])
+    return found
+
+
+def _say_over(what: str, table: Sequence[dict[str, object]]) -> None:
+    over = [row for row in table if row["judged"] and abs(float(str(row["error %"]))) > 100 * TARGET]
+    names = "".join(f"\n  {r['load']}: {r['figure']}" for r in over)
+    print(f"\n{what}: {len(over)} of the judged figures are off by more than {TARGET:.0%}{names}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument(
         "--clockwork",
         action="store_true",
         help="steps of known length instead of the model's: what is left is the simulator's structure",
     )
-    parser.add_argument("--json", action="store_true", help="also write bench/out/validation.json")
-    options = parser.parse_args()
-    samples, runs, marks, pace = measure(options)
-    alone = fitted(samples)
-    if options.json:
-        write_json(
-            "validation-runs", msgspec.to_builtins({"constants": alone, "runs": runs, "calibration loads": marks})
-        )
-    paces = [pace_of(mark, alone) for mark in marks]
-    around = [paces[run.place - 1].between(paces[run.place]) for run in runs]
-    sims = [simulated(run.arrivals, at_pace(alone, near)) for run, near in zip(runs, around, strict=True)]
-    table = []
-    for name in LOADS:
-        own = [i for i, run in enumerate(runs) if run.name == name]
-        table += rows(name, [runs[i].figures for i in own], [sims[i] for i in own])
-    if options.clockwork:
-        print("CLOCKWORK: no model computes here; says nothing of how well computing is modelled\n")
-    print_table([*report(alone), {"calibrated": "loads slowed, times", "value": pace}])
-    print()
-    print_table([
-        {"run": run.name, "prompts slowed, times": near.prompt, "steps slowed, times": near.step, "TTFT median, s": run.figures["ttft median"],
-         "simulated": sim["ttft median"], "requests/s": run.figures["requests/s"], "simulated ": sim["requests/s"]}
-        for run, near, sim in zip(runs, around, sims, strict=True)
-    ])  # fmt: skip
-    print()
-    print_table(table)
-    over = [row for row in table if row["judged"] and abs(float(str(row["error %"]))) > 100 * TARGET]
-    print(
-        f"\n{len(over)} of the judged figures are off by more than {TARGET:.0%}"
-        + "".join(f"\n  {r['load']}: {r['figure']}" for r in over)
+    parser.add_argument(
+        "--json", action="store_true", help="also write bench/out/validation.json, and validation-runs.json"
     )
+    parser.add_argument("--again", type=Path, help="measure nothing: take an earlier run's validation-runs.json")
+    options = parser.parse_args()
+    found = msgspec.json.decode(options.again.read_bytes(), type=Measured) if options.again else measure(options)
+    suffix = "-clockwork" if found.clockwork else ""
+    if options.json and not options.again:
+        write_json(f"validation-runs{suffix}", msgspec.to_builtins(found))
+    drift = found.drift()
+    with_it, without = compare(found, drift), compare(found, STEADY)
+    if found.clockwork:
+        print("CLOCKWORK: no model computes here; says nothing of how well computing is modelled\n")
+    beside = {"loads slowed, times": found.slower, **heard(found.samples, drift)}
+    print_table([*report(with_it), *({"calibrated": name, "value": value} for name, value in beside.items())])
+    print()
+    each, table = by_run(found.runs, with_it, without, drift), by_load(found.runs, with_it.sims)
+    steady = by_load(found.runs, without.sims)
+    print_table(each)
+    print("\nWithout the metronome:\n")
+    print_table(steady)
+    print("\nWith it:\n")
+    print_table(table)
+    _say_over("without the metronome", steady)
+    _say_over("with it", table)
     if options.json:
-        write_json(
-            "validation-clockwork" if options.clockwork else "validation",
-            {"calibrated": report(alone), "paces": msgspec.to_builtins(paces), "figures": table},
-        )
+        write_json(f"validation{suffix}", {
+            "calibrated": report(with_it), "beside": beside, "paces": msgspec.to_builtins(with_it.paces), "each": each, "figures": table,
+            "without metronome": {"calibrated": report(without), "paces": msgspec.to_builtins(without.paces), "figures": steady},
+        })  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ class Plan(msgspec.Struct):
 
 
 class Came(msgspec.Struct):
-    """What came of a request; times are seconds from the plan's start."""
+    """What came of a request; times are seconds of the machine's monotonic clock."""
 
     sent: float
     pieces: list[float]
@@ -52,7 +52,15 @@ class Came(msgspec.Struct):
         return self.pieces[0] - self.sent
 
 
-async def run(plan: Plan) -> list[Came]:
+class Answers(msgspec.Struct):
+    """What came of all."""
+
+    start: float
+    """Of the plan, by the same clock."""
+    came: list[Came]
+
+
+async def run(plan: Plan) -> Answers:
     """Send all requests. Raises EngineError for the first that fails."""
     start = time.monotonic() + LEAD_S
     ends = [asyncio.Event() for _ in plan.asks]
@@ -71,15 +79,14 @@ async def run(plan: Plan) -> list[Came]:
                 await asyncio.sleep(start + each.at - time.monotonic())
             answer = await ask(session, to, each.ids, each.output)
             ends[number].set()
-            return _came(answer, start)
+            return _came(answer)
 
         tasks = [group.create_task(one(number, each)) for number, each in enumerate(plan.asks)]
-    return [task.result() for task in tasks]
+    return Answers(start, [task.result() for task in tasks])
 
 
-def _came(answer: Answer, start: float) -> Came:
-    pieces = [at - start for at in answer.pieces]
-    return Came(answer.sent - start, pieces, answer.ended - start, answer.prompt, answer.cached, answer.output)
+def _came(answer: Answer) -> Came:
+    return Came(answer.sent, list(answer.pieces), answer.ended, answer.prompt, answer.cached, answer.output)
 
 
 if __name__ == "__main__":

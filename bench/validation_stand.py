@@ -20,8 +20,8 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
@@ -41,7 +41,9 @@ from regauge.sim.calibrate import (
     prompt_times,
     step_times,
 )
-from validation_load import Ask, Came, Plan
+from regauge.sim.drift import Drift
+from validation_load import Answers, Ask, Came, Plan
+from validation_metronome import metronomes, pin, workers
 from validation_traces import IDS
 
 CHUNK = 256
@@ -59,6 +61,11 @@ ANSWER = 12
 BESIDE = (1, 4)
 CHAIN = (256, 400)
 READY_S = 300.0
+CORES = tuple(sorted(os.sched_getaffinity(0)))
+ON = {"prefill-0": CORES[0], "decode-0": CORES[-1]}
+"""Which core each worker is kept on."""
+PIECES = {CORES[0]: "gemm", CORES[-1]: "stream"}
+"""What the metronome of each core computes: of two, the one whose cost goes more with the steps of the worker there (bench/LOG.md)."""
 
 
 @dataclass
@@ -67,14 +74,20 @@ class Stand:
 
     url: str
     log: Path
+    beats: Callable[[int], list[tuple[float, float]]]
+    """A core's so far: seconds of the monotonic clock, and the cost of the metronome's piece."""
     _read: int = 0
 
     def ask(self, asks: Sequence[Ask]) -> list[Came]:
         """Have the client send requests, and wait for all of them."""
+        return self.answers(asks).came
+
+    def answers(self, asks: Sequence[Ask]) -> Answers:
+        """Do the same; say when they began to be sent, too."""
         plan = msgspec.json.encode(Plan(self.url, BUNDLED_MODEL, list(asks)))
         client = Path(__file__).with_name("validation_load.py")
         ran = subprocess.run([sys.executable, str(client)], input=plan, stdout=subprocess.PIPE, check=True)
-        return msgspec.json.decode(ran.stdout, type=list[Came])
+        return msgspec.json.decode(ran.stdout, type=Answers)
 
     def prefilled(self, count: int) -> list[dict[str, float]]:
         """Return what the prefill worker said of the prompts since the last call, which are so many."""
@@ -92,16 +105,23 @@ class Stand:
 
 @contextlib.contextmanager
 def serving(folder: Path, *, clockwork: bool = False) -> Iterator[Stand]:
-    """Run the deployment. `clockwork`: steps take known times, and compute nothing."""
+    """Run the deployment, each worker on a core of its own, beside a metronome. `clockwork`: steps take known times, and compute nothing."""
+    if len(CORES) < 2:
+        raise SystemExit("two cores are wanted, one for each worker")
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).with_name("clockwork"))} if clockwork else None
     [port] = free_ports("127.0.0.1")
-    stand = Stand(f"http://127.0.0.1:{port}", folder / "serve.log")
     settings = [word for each in SETTINGS for word in ("--set", each)]
-    with stand.log.open("wb") as log:
+    with metronomes(folder, PIECES) as beats, (folder / "serve.log").open("wb") as log:
+        stand = Stand(f"http://127.0.0.1:{port}", folder / "serve.log", beats)
         command = [sys.executable, "-m", "regauge", "serve", "--port", str(port), "--log-json", *settings]
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
         try:
             _wait(stand.url, process)
+            warm_up(stand)  # all threads are there then
+            found = workers(process.pid)
+            assert found.keys() == ON.keys(), (found, ON)
+            for name, core in ON.items():
+                pin(found[name], core)
             yield stand
         finally:
             process.send_signal(signal.SIGINT)
@@ -121,16 +141,21 @@ def _wait(url: str, process: subprocess.Popen[bytes]) -> None:
     raise SystemExit(f"{url} did not become ready")
 
 
+Window = tuple[float, float]
+"""Begin and end, seconds of the monotonic clock."""
+
+
 @dataclass
 class Samples:
-    """What the calibration runs measured, all rounds together."""
+    """What the calibration runs measured, all rounds together, and when: what else a core did in that time is known only there."""
 
-    alone: list[Prompt] = field(default_factory=list)
+    alone: list[tuple[Prompt, Window]] = field(default_factory=list)
     first: list[tuple[int, float, float]] = field(default_factory=list)
     """Tokens, seconds to the first token at the client, seconds of computing."""
-    steps: list[Batch] = field(default_factory=list)
-    beside: list[Prompt] = field(default_factory=list)
-    steps_beside: list[tuple[Batch, float]] = field(default_factory=list)
+    steps: list[tuple[Batch, Window]] = field(default_factory=list)
+    beside: list[tuple[Prompt, Window]] = field(default_factory=list)
+    steps_beside: list[tuple[Batch, float, Window]] = field(default_factory=list)
+    """With the share of the time in which prompts were computed."""
 
 
 @dataclass(frozen=True)
@@ -143,11 +168,20 @@ class Calibrated:
     latency: Latency
 
 
-def fitted(samples: Samples) -> Calibrated:
-    prompts, steps = prompt_times(samples.alone, CHUNK), step_times(samples.steps)
-    return Calibrated(
-        prompts, steps, beside(samples.beside, prompts, samples.steps_beside, steps), latency(samples.first)
-    )
+def fitted(samples: Samples, drift: Drift) -> Calibrated:
+    """Return the constants at the cores' usual speed: each sample is divided by how many times as long its core took in its window."""
+
+    def prompt(each: Prompt, window: Window) -> Prompt:
+        return replace(each, seconds=each.seconds / drift.prompt.during(*window))
+
+    def step(each: Batch, window: Window) -> Batch:
+        return replace(each, seconds=each.seconds / drift.step.during(*window))
+
+    prompts = prompt_times([prompt(*each) for each in samples.alone], CHUNK)
+    steps = step_times([step(*each) for each in samples.steps])
+    both = [prompt(*each) for each in samples.beside]
+    steps_beside = [(step(each, window), share) for each, share, window in samples.steps_beside]
+    return Calibrated(prompts, steps, beside(both, prompts, steps_beside, steps), latency(samples.first))
 
 
 def warm_up(stand: Stand) -> None:
@@ -174,7 +208,7 @@ def _alone(stand: Stand, samples: Samples, rng: random.Random) -> None:
     came = stand.ask(_chain([(p, 2) for p in prompts]))
     for each, said in zip(came, stand.prefilled(len(prompts)), strict=True):
         assert said["tokens"] == each.prompt
-        samples.alone.append(Prompt(each.prompt, each.cached, said["prefill_s"]))
+        samples.alone.append((Prompt(each.prompt, each.cached, said["prefill_s"]), (each.sent, each.pieces[0])))
         samples.first.append((each.prompt, each.ttft_s, said["prefill_s"]))
     assert came[-1].cached == CACHED, came[-1]
 
@@ -188,8 +222,10 @@ def _steps(stand: Stand, samples: Samples, rng: random.Random) -> None:
     came = stand.ask(asks)
     stand.prefilled(len(asks))
     for group in groups:
-        step = together([came[i].pieces for i in group], came[group[0]].prompt)
-        samples.steps.append(Batch(len(group), step.resident, step.seconds))
+        pieces = [came[i].pieces for i in group]
+        step = together(pieces, came[group[0]].prompt)
+        window = (max(each[0] for each in pieces), min(each[-1] for each in pieces))
+        samples.steps.append((Batch(len(group), step.resident, step.seconds), window))
 
 
 def _beside(stand: Stand, samples: Samples, rng: random.Random, batch: int) -> None:
@@ -207,13 +243,15 @@ def _beside(stand: Stand, samples: Samples, rng: random.Random, batch: int) -> N
     if not both:
         print(f"calibration beside {batch}: the answers and the prompts missed each other; is the machine busy?")
         return
-    samples.beside += [Prompt(int(s["tokens"]), int(s["cached"]), s["prefill_s"]) for _, s in both]
+    samples.beside += [
+        (Prompt(int(s["tokens"]), int(s["cached"]), s["prefill_s"]), (c.sent, c.pieces[0])) for c, s in both
+    ]
     begin, end = both[0][0].sent, both[-1][0].ended
     pieces = [[at for at in came[i].pieces if begin <= at <= end] for i in streams]
     before = sum(at < begin for i in streams for at in came[i].pieces)
     step = together(pieces, 133)
     share = min(1.0, sum(s["prefill_s"] for _, s in both) / (end - begin))
-    samples.steps_beside.append((Batch(batch, step.resident + before, step.seconds), share))
+    samples.steps_beside.append((Batch(batch, step.resident + before, step.seconds), share, (begin, end)))
 
 
 def _group(rng: random.Random, batch: int, tokens: int, answer: int, after: int) -> list[Ask]:

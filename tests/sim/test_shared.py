@@ -131,6 +131,14 @@ def test_the_pace_changes_under_way() -> None:
     assert log.computed[1] - log.began[1] == pytest.approx(beside + TIMES(256, 0) - beside / 2, abs=1e-3)
 
 
+def test_prompts_stay_slow_when_one_answer_takes_the_place_of_another() -> None:
+    """Of two answers that begin at once, the first ends with its only step, and the second begins in that instant: somebody decodes all the while."""
+    both = Beside(1.3, 1.6)
+    log = _run([Arrival(0.0, tokens, output, ()) for tokens, output in ((1, 8), (1, 2), (214, 5), (55, 1))], both)
+    assert log.ended[1] < log.computed[3] < log.ended[2]
+    assert log.computed[3] - log.began[3] == pytest.approx(1.3 * TIMES(55, 0), abs=1e-3)
+
+
 def test_a_request_joins_between_two_steps() -> None:
     """The first answer's step is under way when the second prompt is there: its first step is the one after."""
     steps = TIMES(1, 0) / 0.06

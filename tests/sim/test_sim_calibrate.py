@@ -140,10 +140,6 @@ def test_the_pace_of_a_load_is_found_again(prompt: float, step: float, scale: fl
     assert (found.prompt, found.step) == (pytest.approx(prompt, rel=0.03), pytest.approx(step, rel=0.03))
 
 
-def test_between_two_paces_is_their_geometric_mean() -> None:
-    assert Pace(1.0, 9.0).between(Pace(4.0, 1.0)) == Pace(2.0, 3.0)
-
-
 def test_a_load_that_does_not_follow_its_factors_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"misses the real one by 100%; is the machine busy\?"):
         under_load(Pace(2.0, 1.0), lambda _: Pace())

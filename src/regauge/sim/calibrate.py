@@ -6,7 +6,7 @@
 | a decode step | batches over contexts | a time for each batch, lines between them, plus a constant for each resident token |
 | both at once | prompts while others decode, and the other way round | a factor for each |
 | the rest of a first token's time | prompts alone, seen by the client | fixed, plus a constant for each token |
-| the pace under a load, just then | a load of its own, real and simulated | a factor for prompts, one for decode steps |
+| what a load costs beside that | a load of its own, real and simulated | a factor for prompts, one for decode steps |
 
 A prompt is computed in chunks that are cut at the multiples of `chunk`, as the embedded engine and vLLM cut theirs.
 """
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from math import inf, isfinite, sqrt
+from math import inf, isfinite
 from statistics import median
 
 import numpy as np
@@ -225,10 +225,6 @@ class Pace:
     def __post_init__(self) -> None:
         if not (0.0 < self.prompt < inf and 0.0 < self.step < inf):
             raise ConfigError(f"pace: {self.prompt}, {self.step}: give numbers above 0")
-
-    def between(self, other: Pace) -> Pace:
-        """Return the geometric mean of two factors each."""
-        return Pace(sqrt(self.prompt * other.prompt), sqrt(self.step * other.step))
 
 
 def under_load(measured: Pace, simulated: Callable[[Pace], Pace]) -> Pace:

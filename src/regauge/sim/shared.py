@@ -1,11 +1,12 @@
 """A fleet whose prefill and decode workers share cores, with prompts computed in chunks as the embedded engine does: what a small machine is.
 
-Both are measured (`calibrate.py`): the steps of a prompt, and what computing of one kind costs the other while both go on.
+Both are measured (`calibrate.py`): the steps of a prompt, and what computing of one kind costs the other while both go on. So is, where it is given,
+how fast each kind of computing goes over time (`drift.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from math import ceil, floor, isnan
 
 from regauge.config_route import RouteConfig
@@ -14,6 +15,7 @@ from regauge.sim.calibrate import Beside, PromptTimes
 from regauge.sim.clock import Clock
 from regauge.sim.cluster import Cluster
 from regauge.sim.decode import Decode
+from regauge.sim.drift import STEADY, Drift
 from regauge.sim.engines import DecodeModel, Prefill, PrefillModel, Task
 from regauge.sim.fleet import Fleet
 
@@ -142,6 +144,11 @@ class Stepped(Decode):
         self._joining: list[Task] = []
         self._turn = 0
 
+    @property
+    def batch(self) -> int:
+        """Requests that decode, or will from the next step on: in between none may be left."""
+        return self._batch + len(self._joining)
+
     def begin(self, task: Task) -> None:
         """Decode a request from the next step on. One that has its only token takes part in none."""
         self._advance()
@@ -188,17 +195,21 @@ class Stepped(Decode):
 class SharedFleet(Fleet):
     """Prefill and decode workers on the same cores; of the cluster's prefill model only the cache's size counts here, and what the router is told.
 
-    Raises ConfigError for decode workers that compute prompts: what that costs is not modelled here.
+    `drift` says how many times as long everything takes over time, steps under way, too; time 0 is that of the arrivals. What the router is told of
+    prefill's speed does not follow it. Raises ConfigError for decode workers that compute prompts: what that costs is not modelled here.
     """
 
     def __init__(
-        self, cluster: Cluster, config: RouteConfig, times: PromptTimes, beside: Beside, seed: int = 0
-    ) -> None:
+        self, cluster: Cluster, config: RouteConfig, times: PromptTimes, beside: Beside, drift: Drift = STEADY, seed: int = 0
+    ) -> None:  # fmt: skip
         if cluster.decode.computer is not None:
             raise ConfigError("decode.computer: on shared cores, decode workers compute no prompts")
         self._times, self._both = times, beside
         self._computing = 0
+        self._prompts_take = self._steps_take = 1.0
         super().__init__(cluster, config, seed)
+        self._drift_on((self._prompt_drifts, drift.prompt.changes()))
+        self._drift_on((self._step_drifts, drift.step.changes()))
 
     def _prefill(self, index: int) -> Prefill:
         given = self.cluster
@@ -210,11 +221,40 @@ class SharedFleet(Fleet):
     def _decode(self, index: int) -> Decode:
         return Stepped(f"d{index}", index, self.cluster.decode, self.clock, self._seated, self._ended)
 
+    def _drift_on(self, course: tuple[Callable[[float], None], Iterator[tuple[float, float]]]) -> None:
+        """Have the next factor come at its time, and so on, until nothing is left to do."""
+        apply, changes = course
+        at, factor = next(changes, (0.0, 0.0))
+        if not factor:
+            return
+
+        def turn(_: object) -> None:
+            apply(factor)
+            if self.going():
+                self._drift_on(course)
+
+        if at > 0.0:
+            self.clock.call(at, turn, None)
+        else:
+            apply(factor)
+            self._drift_on(course)
+
+    def _prompt_drifts(self, factor: float) -> None:
+        self._prompts_take = factor
+        self._pace()
+
+    def _step_drifts(self, factor: float) -> None:
+        self._steps_take = factor
+        self._slow()
+
     def _busy(self, so: bool) -> None:
         """A prefill worker begins to compute, or has nothing left."""
         self._computing += 1 if so else -1
+        self._slow()
+
+    def _slow(self) -> None:
         for decode in self.decodes.values():
-            decode.slow(self._both.step if self._computing else 1.0)
+            decode.slow(self._steps_take * (self._both.step if self._computing else 1.0))
 
     def _landed(self, task: Task) -> None:
         super()._landed(task)
@@ -228,4 +268,4 @@ class SharedFleet(Fleet):
         decoding = any(decode.batch for decode in self.decodes.values())
         for prefill in self.prefills.values():
             if isinstance(prefill, Chunked):
-                prefill.pace(self._both.prompt if decoding else 1.0)
+                prefill.pace(self._prompts_take * (self._both.prompt if decoding else 1.0))
