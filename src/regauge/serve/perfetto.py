@@ -86,18 +86,16 @@ class _Worker:
 
     def events(self) -> Iterator[Event]:
         """Yield all, with the names of their tracks."""
-        kinds = {
-            "computed": (LAYERS, "layers"), "step": (STEPS, "engine steps"), "pages": (WORDS, "words"),
-        }  # fmt: skip
+        kinds = {"computed": (LAYERS, "layers"), "step": (STEPS, "engine steps")}
         lanes = lanes_of(self._told)
-        used: dict[int, str] = {}
+        named = set[int]()
         for number, event in enumerate(self._told.events):
             offset, what = kinds.get(event.name, (WORDS, "words"))
             if number in lanes:
                 offset, what = CHUNKS + lanes[number], f"chunks {lanes[number] + 1}"
             track = Track(self._place, self._base + 1 + offset)
-            if offset not in used:
-                used[offset] = what
+            if offset not in named:
+                named.add(offset)
                 yield track.named(f"{self._told.attempt} {what}")
             name, detail = _label(event), _detail(event)
             if event.end_s > event.begin_s:
