@@ -3,7 +3,7 @@
     python bench/validation_metronome.py CORE PIECE... > BEATS
 
 It knows nothing of requests: it has its own clock and its own data. A cost is of the thread's own time, so that waiting for the core does not count, and
-is taken the second time in a row, with the piece's data in the core's cache. What a worker does to the piece all the same, `bench/validation.py` says
+is taken after others in a row, with the piece's data in the core's cache. What a worker does to the piece all the same, `bench/validation.py` says
 ("metronome beside ...").
 """
 
@@ -20,7 +20,9 @@ from pathlib import Path
 import numpy as np
 
 BEAT_S = 0.1
-"""With the pieces' one to two milliseconds, twice, a core spends some 2 % on this: in calibration as in the runs that are compared."""
+"""With the pieces' millisecond, five times, a core spends some 5 % on this: in calibration as in the runs that are compared."""
+WARM = 4
+"""Pieces before the one that is timed. On a core that was idle the first costs twice as much, the second 10 to 18 % more, from the third on hardly."""
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
@@ -59,7 +61,8 @@ def main(core: int, names: Sequence[str]) -> None:
         time.sleep(max(0.0, due - time.monotonic()))
         costs = []
         for piece in pieces:
-            piece()
+            for _ in range(WARM):
+                piece()
             begun = time.thread_time()
             piece()
             costs.append(time.thread_time() - begun)
