@@ -22,7 +22,7 @@ from scraped import Prometheus, get, load, until
 pytestmark = pytest.mark.timeout(600)
 DEPLOY = Path(__file__).parents[2] / "deploy"
 REQUESTS = 8
-SILENT = {"Failures", "Clients' faults", "Compute plane, load of each interface"}
+SILENT = {"Failures", "Clients' faults", "Spans lost", "Compute plane, load of each interface"}
 """Panels without data where nothing fails, and of loopback, which has no line rate."""
 RARE = {"sum by (status) (regauge_receipts_troubled)"}
 """Of a deployment that meters."""
