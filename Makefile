@@ -8,7 +8,7 @@ SGLANG := .venv-sglang
 COMPILED := .venv-compiled
 ARGS ?=
 
-.PHONY: serve test test-chaos test-planes test-transports test-vllm test-sglang test-mixed test-postgres test-etcd test-simgrid test-hosts test-deploy test-redfish test-promtool test-browser test-compiled bench bench-chaos bench-overload bench-vllm bench-sglang gpu check format clean
+.PHONY: serve test test-exact test-chaos test-planes test-transports test-vllm test-sglang test-mixed test-postgres test-etcd test-simgrid test-hosts test-deploy test-redfish test-promtool test-browser test-compiled bench bench-chaos bench-overload bench-vllm bench-sglang gpu check format clean
 
 serve: $(READY)  ## a real small model, served across a prefill and a decode process
 	$(BIN)/regauge serve $(ARGS)
@@ -16,7 +16,10 @@ serve: $(READY)  ## a real small model, served across a prefill and a decode pro
 test: $(READY)  ## all tests
 	$(BIN)/python -m pytest $(ARGS)
 
-test-chaos: $(READY)  ## a real deployment whose processes are killed and stand still: a minute
+test-exact: $(READY)  ## answers over the crossing are the engine's own, token for token, by the bundled model: four minutes
+	$(BIN)/python -m pytest tests/exact $(ARGS)
+
+test-chaos: $(READY)  ## real deployments whose processes are killed and stand still: two minutes
 	$(BIN)/python -m pytest tests/chaos $(ARGS)
 
 test-planes: $(READY)  ## three hosts with three planes each, and KV stays on its own: root, `ip`, `tc`, `nft` and `sysctl`
